@@ -1,0 +1,59 @@
+"""Keeping secrets out of everything that people and programs other than the connector's see.
+
+Two means, because either alone leaks: values that are known to be secret are replaced wherever they
+stand, and values are replaced for the name they carry (``auth_password``, ``--password X``, …) even
+where nobody said that they were secret.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MASK = "***"
+
+_NAMES = r"[\w.-]*(?:password|passwd|passphrase|secret|token|psk_key|private_key|auth_key)[\w.-]*"
+_SECRET_NAME = re.compile(_NAMES, re.IGNORECASE)
+_HARMLESS_NAMES = frozenset({"password-secret", "lease_token", "secret_type"})
+# name=value, name: value, "name": "value", --name value, -n name -v value
+_NAMED_VALUE = re.compile(
+    rf"""(?P<name>{_NAMES})
+         (?P<between>["']?\s*[=:]\s*["']?|["']?\s+(?:-v\s+|--value[=\s]\s*)?["']?)
+         (?P<value>[^\s"',;&}}\]]+)""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_URL_PASSWORD = re.compile(
+    r"(?P<scheme>\b[a-z][a-z0-9+.-]*://[^\s:/@]*:)(?P<password>[^\s@/]+)@", re.I
+)
+
+
+def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
+    """``text`` with every known secret, and every value named like one, as ``***``."""
+    for secret in sorted({s for s in secrets if s}, key=len, reverse=True):
+        text = text.replace(secret, MASK)
+    text = _URL_PASSWORD.sub(rf"\g<scheme>{MASK}@", text)
+    return _NAMED_VALUE.sub(_mask_value, text)
+
+
+def _mask_value(match: re.Match[str]) -> str:
+    if match["name"] in _HARMLESS_NAMES or match["value"] == MASK:
+        return match[0]
+    return f"{match['name']}{match['between']}{MASK}"
+
+
+def mask_tree(value: Any) -> Any:
+    """A copy of JSON data in which every member named like a secret is ``***``."""
+    match value:
+        case Mapping():
+            return {
+                name: MASK if _names_secret(name) and member is not None else mask_tree(member)
+                for name, member in value.items()
+            }
+        case list() | tuple():
+            return [mask_tree(member) for member in value]
+        case _:
+            return value
+
+
+def _names_secret(name: object) -> bool:
+    text = str(name)
+    return text not in _HARMLESS_NAMES and _SECRET_NAME.fullmatch(text) is not None

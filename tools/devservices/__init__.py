@@ -1,0 +1,1 @@
+"""Private development services: RabbitMQ and PostgreSQL below `.services/` of the checkout."""

@@ -1,0 +1,2 @@
+from pathlib import Path
+SERVER_PROGRAM = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")

@@ -1,0 +1,4 @@
+import sys
+from pathlib import Path
+from devservices.packages import install
+install(Path(__file__).resolve())

@@ -1,0 +1,1 @@
+"""The service that runs on each storage host."""

@@ -1,0 +1,1 @@
+"""How this host attaches what another host exports."""

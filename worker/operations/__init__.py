@@ -1,0 +1,1 @@
+"""One function a method: what the worker does when a job runs."""

@@ -1,0 +1,305 @@
+"""The only place that starts a child process.
+
+Every child gets an argument list (never a shell), a session of its own, so that it can be ended with
+all that it started, and ``LC_ALL=C``, so that its words can be read. Both pipes are read while it
+runs and only the end of each is kept; bytes that are not UTF-8 are replaced and NULs removed, since
+PostgreSQL's text takes none.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import Final
+
+import structlog
+
+from messages import errors, redaction
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_TIMEOUT: Final = 600.0
+"""Seconds; os-brick's default for a command."""
+CAPTURE_LIMIT: Final = 256 * 1024
+"""How many bytes of each pipe's end are kept."""
+GRACE: Final = 5.0
+"""Seconds between SIGTERM and SIGKILL, and for draining the pipes of a killed group."""
+
+Argument = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """How a program ended."""
+
+    program: str
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+class _Tail:
+    """The last :data:`CAPTURE_LIMIT` bytes of a stream."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    async def drain(self, stream: asyncio.StreamReader) -> None:
+        while chunk := await stream.read(64 * 1024):
+            self._bytes += chunk
+            del self._bytes[:-CAPTURE_LIMIT]
+
+    def text(self) -> str:
+        return bytes(self._bytes).decode("utf-8", "replace").replace("\0", "")
+
+
+class Child:
+    """A program that goes on running: its pid, its pipes, and its end."""
+
+    def __init__(self, program: str, process: asyncio.subprocess.Process) -> None:
+        self.program = program
+        self._process = process
+        self._stderr = _Tail()
+        assert process.stderr is not None
+        self._drain = asyncio.create_task(self._stderr.drain(process.stderr))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode
+
+    @property
+    def stderr(self) -> str:
+        """The end of what it has written to stderr so far."""
+        return self._stderr.text()
+
+    async def write_line(self, line: bytes) -> None:
+        """Sends one line to its stdin; one that has closed its stdin hears nothing."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._process.stdin.write(line + b"\n")
+            await self._process.stdin.drain()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """What it writes to stdout, line by line, until it closes it."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            yield line.rstrip(b"\n")
+
+    async def wait(self) -> int:
+        """Waits for its end; returns the exit code, negative for a signal."""
+        code = await self._process.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._drain), GRACE)
+        return code
+
+    async def stop(self, *, grace: float = GRACE) -> None:
+        """Ends it with its whole group, SIGTERM first, and waits until it is gone."""
+        try:
+            await _end_group(self._process, grace)
+        finally:
+            self._drain.cancel()
+            _close_pipes(self._process)
+
+
+class Executor:
+    """Runs programs found on ``PATH``.
+
+    Args:
+        root_helper: goes before a program that needs root, ``("sudo", "-n")`` for instance.
+    """
+
+    def __init__(self, root_helper: Sequence[str] = ()) -> None:
+        self._root_helper = tuple(root_helper)
+
+    async def run(
+        self,
+        *argv: Argument,
+        timeout: float = DEFAULT_TIMEOUT,
+        stdin: bytes = b"",
+        ok_codes: Collection[int] = (0,),
+        env: Mapping[str, str] | None = None,
+        run_as_root: bool = False,
+        secrets: Collection[str] = (),
+    ) -> Result:
+        """Runs a program to its end.
+
+        Args:
+            timeout: seconds, after which it is killed with its group.
+            secrets: values that must not show in the error or a log, wherever they stand.
+
+        Raises:
+            CommandFailed: it ended with another code than ``ok_codes``, or could not be started.
+            CommandTimeout: it did not end in time.
+        """
+        command = self._command(argv, run_as_root=run_as_root, dies_with_worker=False)
+        program = pathlib.Path(os.fspath(argv[0])).name
+        process = await self._spawn(command, program, env)
+        out, err = _Tail(), _Tail()
+        assert process.stdin and process.stdout and process.stderr
+        pipes = asyncio.gather(
+            _feed(process.stdin, stdin), out.drain(process.stdout), err.drain(process.stderr)
+        )
+        try:
+            async with asyncio.timeout(timeout):
+                await process.wait()
+        except TimeoutError:
+            await _end_group(process, GRACE)
+            raise errors.CommandTimeout(
+                f"{program} did not end within {timeout:g} s and was killed",
+                program=program,
+                timeout_seconds=timeout,
+                stderr=redaction.mask_text(err.text(), secrets)[-2000:],
+            ) from None
+        except BaseException:
+            await asyncio.shield(_end_group(process, GRACE))
+            raise
+        finally:
+            await _settle(pipes, process)
+        assert process.returncode is not None
+        stderr = redaction.mask_text(err.text(), secrets)
+        if process.returncode not in ok_codes:
+            raise errors.CommandFailed(
+                f"{program} ended with exit code {process.returncode}: {_last_line(stderr)}",
+                program=program,
+                exit_code=process.returncode,
+                stderr=stderr[-2000:],
+            )
+        return Result(program, process.returncode, out.text(), stderr)
+
+    async def start(
+        self,
+        *argv: Argument,
+        env: Mapping[str, str] | None = None,
+        run_as_root: bool = False,
+        dies_with_worker: bool = True,
+    ) -> Child:
+        """Starts a program that goes on running, with pipes for stdin and stdout.
+
+        With ``dies_with_worker`` the kernel kills it when the worker ends, however it ends
+        (``PR_SET_PDEATHSIG``, prctl(2)).
+
+        Raises:
+            CommandFailed: it could not be started.
+        """
+        program = pathlib.Path(os.fspath(argv[0])).name
+        command = self._command(argv, run_as_root=run_as_root, dies_with_worker=dies_with_worker)
+        return Child(program, await self._spawn(command, program, env))
+
+    def _command(
+        self, argv: Sequence[Argument], *, run_as_root: bool, dies_with_worker: bool
+    ) -> list[str]:
+        command = [os.fspath(argument) for argument in argv]
+        if run_as_root:
+            command = [*self._root_helper, *command]
+        if dies_with_worker:
+            command = ["setpriv", "--pdeathsig", "KILL", "--", *command]
+        return command
+
+    async def _spawn(
+        self, command: Sequence[str], program: str, env: Mapping[str, str] | None
+    ) -> asyncio.subprocess.Process:
+        environment = {**os.environ, **(env or {}), "LC_ALL": "C"}
+        log.debug("process.started", program=program, arguments=len(command) - 1)
+        try:
+            return await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+                limit=CAPTURE_LIMIT,
+            )
+        except OSError as error:
+            raise errors.CommandFailed(
+                f"{program} cannot be started: {error.strerror}; is it installed and on PATH?",
+                program=program,
+                reason=error.strerror,
+            ) from error
+
+
+def find_program(name: str) -> pathlib.Path | None:
+    """Where a program is on ``PATH``, or None."""
+    found = shutil.which(name)
+    return pathlib.Path(found) if found else None
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot, or None if there is none.
+
+    With the pid it names a process for good: pids come again, proc_pid_stat(5) field 22 does not.
+    """
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The program's name, in parentheses, may hold spaces and parentheses itself.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+async def end_recorded(pid: int, started: int, *, grace: float = GRACE) -> bool:
+    """Ends a process that an earlier worker started, if it is still the same one.
+
+    Returns whether there was one to end.
+    """
+    if start_time(pid) != started:
+        return False
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        deadline = asyncio.get_running_loop().time() + grace
+        while asyncio.get_running_loop().time() < deadline:
+            if start_time(pid) != started:
+                return True
+            await asyncio.sleep(0.02)
+    return True
+
+
+async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+
+
+async def _settle(
+    pipes: asyncio.Future[tuple[None, None, None]], process: asyncio.subprocess.Process
+) -> None:
+    # A grandchild that was left may hold a pipe open for ever: it is given a moment, no more.
+    with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+        await asyncio.wait_for(pipes, GRACE if process.returncode == 0 else 1.0)
+    _close_pipes(process)
+
+
+def _close_pipes(process: asyncio.subprocess.Process) -> None:
+    transport = getattr(process, "_transport", None)
+    if transport is not None:
+        transport.close()
+
+
+async def _end_group(process: asyncio.subprocess.Process, grace: float) -> None:
+    """Ends a child and all of its session's group; the group's id is the child's pid."""
+    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), patience)
+            break
+    # The leader may have ended by itself on SIGTERM and left others of its group.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else "it printed nothing on stderr"

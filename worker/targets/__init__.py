@@ -1,0 +1,1 @@
+"""How a volume is exported to other hosts."""

@@ -1,0 +1,1 @@
+"""Moving bytes: each copy is a child process of its own."""
