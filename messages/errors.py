@@ -1,7 +1,7 @@
-"""Every error that a caller, a driver or an operator can meet: one tree, whose codes are the wire's.
+"""Every error that a caller, a driver or an operator can meet: one tree with the wire's codes.
 
-Raise the class that names the fault; the worker turns it into the reply's ``error`` and the client
-turns that back into the same class. ``retryable`` tells the caller that the same request, sent again
+Raise the class that names the fault; the worker makes it the reply's ``error`` and the client turns
+that back into the same class. ``retryable`` tells the caller that the same request, sent again
 under a new id, may succeed. ``transient`` tells the worker that a second attempt of its own may.
 """
 
@@ -231,7 +231,7 @@ class NoSuchAddress(Unreachable):
 
 
 class ReplyTimeout(Unreachable):
-    """No reply came in time: the outcome is unknown; ``get_job`` with ``details.job_id`` tells it."""
+    """No reply came in time; what became of it, ``get_job`` with ``details.job_id`` tells."""
 
 
 def _leaves(cls: type[VolumeWorkerError]) -> list[type[VolumeWorkerError]]:

@@ -1,7 +1,7 @@
 """The only place that starts a child process.
 
-Every child gets an argument list (never a shell), a session of its own, so that it can be ended with
-all that it started, and ``LC_ALL=C``, so that its words can be read. Both pipes are read while it
+Every child gets an argument list (never a shell), a session of its own, so that it can be ended
+with all that it started, and ``LC_ALL=C``, so that its words can be read. Both pipes are read while it
 runs and only the end of each is kept; bytes that are not UTF-8 are replaced and NULs removed, since
 PostgreSQL's text takes none.
 """
@@ -144,7 +144,9 @@ class Executor:
         program = pathlib.Path(os.fspath(argv[0])).name
         process = await self._spawn(command, program, env)
         out, err = _Tail(), _Tail()
-        assert process.stdin and process.stdout and process.stderr
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         pipes = asyncio.gather(
             _feed(process.stdin, stdin), out.drain(process.stdout), err.drain(process.stderr)
         )

@@ -1,7 +1,7 @@
 """The connector interface: how this host attaches a volume by a connection info.
 
-``connect_volume`` gives a :class:`Device`; what it took to make it (a daemon, a session) is known by
-``key``, is gone after ``disconnect_volume``, and ends with the worker at the latest.
+``connect_volume`` gives a :class:`Device`; what it took to make it (a daemon, a session) is known
+by ``key``, is gone after ``disconnect_volume``, and ends with the worker at the latest.
 """
 
 import dataclasses
