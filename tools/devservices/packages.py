@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import glob
 import importlib.util
 import os
 import subprocess
@@ -11,7 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from devservices.common import ServicesError, find_program, say
+from devservices.common import (
+    BROKER_VARIABLE,
+    DATABASE_VARIABLE,
+    ServicesError,
+    find_program,
+    say,
+)
 from devservices.postgres import bin_directory
 from devservices.rabbitmq import SERVER_PROGRAM
 
@@ -28,8 +33,8 @@ def _programs(*names: str) -> Callable[[], bool]:
     return lambda: all(find_program(name) for name in names)
 
 
-def _files(pattern: str) -> Callable[[], bool]:
-    return lambda: bool(glob.glob(pattern))
+def _files(folder: str, pattern: str) -> Callable[[], bool]:
+    return lambda: any(Path(folder).glob(pattern))
 
 
 def _python_makes_venvs() -> bool:
@@ -43,7 +48,7 @@ NEEDS: Final[Mapping[str, Callable[[], bool]]] = {
     "postgresql": lambda: bin_directory() is not None,
     "qemu-utils": _programs("qemu-img", "qemu-nbd", "qemu-io"),
     "qemu-system-common": _programs("qemu-storage-daemon"),
-    "qemu-block-extra": _files("/usr/lib/*/qemu/block-iscsi.so"),
+    "qemu-block-extra": _files("/usr/lib", "*/qemu/block-iscsi.so"),
     "tgt": _programs("tgtd", "tgtadm"),
     "libnbd-bin": _programs("nbdinfo", "nbdcopy"),
     "e2fsprogs": _programs("mkfs.ext4", "debugfs"),
@@ -52,8 +57,19 @@ NEEDS: Final[Mapping[str, Callable[[], bool]]] = {
 }
 
 
+# A service whose URL the environment gives is somewhere else.
+GIVEN_BY: Final[Mapping[str, str]] = {
+    "rabbitmq-server": BROKER_VARIABLE,
+    "postgresql": DATABASE_VARIABLE,
+}
+
+
 def missing_packages() -> list[str]:
-    return [package for package, is_there in NEEDS.items() if not is_there()]
+    return [
+        package
+        for package, is_there in NEEDS.items()
+        if not (package in GIVEN_BY and os.environ.get(GIVEN_BY[package])) and not is_there()
+    ]
 
 
 def install(script: Path) -> None:
@@ -69,7 +85,8 @@ def install(script: Path) -> None:
         _apt_install(missing)
     elif _passwordless_sudo():
         say(f"installing with sudo: {names}")
-        command = ["sudo", "-n", sys.executable, str(script), "install"]
+        given = [f"{name}={os.environ.get(name, '')}" for name in GIVEN_BY.values()]
+        command = ["sudo", "-n", "env", *given, sys.executable, str(script), "install"]
         if subprocess.run(command, check=False).returncode != 0:
             raise ServicesError("the installation with sudo failed, see above")
     else:

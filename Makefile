@@ -1,0 +1,72 @@
+# Everything a developer needs. `make` lists the targets; each does all the set-up that it needs.
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+# The first Python that is new enough; `make PYTHON=…` names another one.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+	command -v $$p >/dev/null 2>&1 \
+	&& $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+	&& echo $$p && break; done)
+PYTHON := $(PYTHON)
+SERVICES = $(PYTHON) tools/services.py
+BIN = .venv/bin
+ARGS ?=
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: python
+python:
+	@test -n "$(PYTHON)" || { echo "make: needs Python 3.11 or newer, found" \
+		"$$(python3 --version 2>&1 || echo none); install one or run make PYTHON=/path/to/python" >&2; \
+		exit 1; }
+
+.PHONY: packages
+packages: python ## install the system packages that are missing (Debian; root or sudo)
+	@$(SERVICES) install
+
+.PHONY: venv
+venv: packages ## make .venv with the project and its development tools
+	@$(PYTHON) tools/venv.py --dev
+
+.PHONY: venv-run
+venv-run: packages
+	@$(PYTHON) tools/venv.py
+
+.PHONY: services
+services: packages ## start a private RabbitMQ and PostgreSQL and leave them running
+	@$(SERVICES) start
+
+.PHONY: services-stop
+services-stop: python ## stop them
+	@$(SERVICES) stop
+
+.PHONY: demo
+demo: venv-run ## show the worker at work, with services of its own or those of `make services`
+	@$(SERVICES) run -- $(BIN)/volume-worker demo
+
+.PHONY: test
+test: venv ## run the tests likewise; ARGS="-k text tests/unit" go to pytest
+	@$(SERVICES) run -- $(BIN)/python -m pytest -n 2 $(ARGS)
+
+.PHONY: lint
+lint: venv ## ruff and import-linter
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+
+.PHONY: types
+types: venv ## mypy
+	$(BIN)/mypy
+
+.PHONY: check
+check: lint types ## lint and types
+
+.PHONY: compose-check
+compose-check: ## whether compose.yaml is valid, where a compose program is installed
+	@if docker compose version >/dev/null 2>&1; then compose="docker compose"; \
+	elif command -v docker-compose >/dev/null 2>&1; then compose=docker-compose; \
+	else echo "compose-check: no compose program here, nothing checked"; exit 0; fi; \
+	$$compose -f compose.yaml config >/dev/null && echo "compose-check: compose.yaml is valid ($$compose)"

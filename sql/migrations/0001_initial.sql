@@ -1,0 +1,387 @@
+-- The first schema: volumes with what hangs on them, jobs with their locks, and the outbox.
+
+-- The one installation that this database belongs to.
+CREATE TABLE installation (
+    namespace text NOT NULL,
+    created_at timestamptz NOT NULL DEFAULT now(),
+    only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one)
+);
+
+-- Addresses that a worker has served.
+CREATE TABLE backends (
+    address text PRIMARY KEY,
+    state text NOT NULL CHECK (state IN ('up', 'down')),
+    stats jsonb,
+    error jsonb,
+    seq bigint NOT NULL DEFAULT 1,
+    updated_at timestamptz NOT NULL DEFAULT now()
+);
+
+CREATE TABLE volumes (
+    id uuid PRIMARY KEY,
+    name text NOT NULL,
+    address text NOT NULL,
+    size_bytes bigint NOT NULL CHECK (size_bytes > 0),
+    status text NOT NULL,
+    migration_status text,
+    attach_status text NOT NULL DEFAULT 'detached',
+    metadata jsonb NOT NULL DEFAULT '{}',
+    provider_location text,
+    source jsonb,
+    user_id text,
+    project_id text,
+    -- Who asked for the export: nobody, a connection (it goes with the last one), or create_export.
+    export text NOT NULL DEFAULT 'none' CHECK (export IN ('none', 'implicit', 'explicit')),
+    error jsonb,
+    -- The job that made the record: its next attempt goes on with it, anybody else's create is refused.
+    created_by uuid NOT NULL,
+    -- While a job holds a passing status: that job, and the status to go back to.
+    status_job uuid,
+    previous_status text,
+    -- Rises with every change; the seq of events.
+    seq bigint NOT NULL DEFAULT 1,
+    created_at timestamptz NOT NULL DEFAULT now(),
+    updated_at timestamptz NOT NULL DEFAULT now()
+);
+CREATE INDEX volumes_by_address ON volumes (address, id);
+
+CREATE TABLE attachments (
+    id uuid PRIMARY KEY,
+    volume_id uuid NOT NULL REFERENCES volumes ON DELETE CASCADE,
+    instance_uuid uuid,
+    host_name text,
+    mountpoint text NOT NULL,
+    mode text NOT NULL,
+    status text NOT NULL,
+    created_at timestamptz NOT NULL DEFAULT now()
+);
+CREATE INDEX attachments_by_volume ON attachments (volume_id);
+
+-- A connection is recorded before its target is told, and kept as ended, without its secrets, until
+-- its volume goes: so what was made can always be found, and ending it twice is told from never.
+CREATE TABLE connections (
+    id uuid PRIMARY KEY,
+    volume_id uuid NOT NULL REFERENCES volumes ON DELETE CASCADE,
+    connector_host text,
+    identity text NOT NULL,
+    connection_key text NOT NULL,
+    connector jsonb NOT NULL,
+    access_mode text NOT NULL CHECK (access_mode IN ('rw', 'ro')),
+    state text NOT NULL CHECK (state IN ('making', 'live', 'ending', 'ended')),
+    is_local boolean NOT NULL,
+    driver_volume_type text,
+    data jsonb,
+    -- The only place where a secret is kept.
+    credentials jsonb,
+    created_at timestamptz NOT NULL DEFAULT now()
+);
+CREATE UNIQUE INDEX connections_told_apart
+    ON connections (volume_id, coalesce(connector_host, ''), identity, connection_key)
+    WHERE state <> 'ended';
+
+CREATE SEQUENCE lease_tokens;
+
+CREATE TABLE jobs (
+    id uuid PRIMARY KEY,
+    -- The order of acceptance.
+    seq bigint GENERATED ALWAYS AS IDENTITY,
+    method text NOT NULL,
+    address text NOT NULL,
+    body bytea NOT NULL,
+    properties jsonb NOT NULL,
+    fingerprint bytea NOT NULL,
+    -- The volumes that it is about.
+    volume_ids uuid[] NOT NULL,
+    slot text NOT NULL CHECK (slot IN ('control', 'data')),
+    state text NOT NULL,
+    attempt integer NOT NULL DEFAULT 0,
+    run_at timestamptz NOT NULL DEFAULT now(),
+    owner uuid,
+    -- The fencing token: a write with an older one comes from a worker that has lost the job.
+    lease_token bigint,
+    lease_until timestamptz,
+    deadline timestamptz,
+    reply_to text,
+    correlation_id text NOT NULL,
+    status_updates boolean NOT NULL DEFAULT false,
+    parent_job uuid,
+    -- Why it is refused although it was stored: found when it was accepted.
+    refusal jsonb,
+    result jsonb,
+    error jsonb,
+    progress jsonb,
+    -- The connection whose secrets belong into the result.
+    connection_id uuid,
+    edited boolean NOT NULL DEFAULT false,
+    endings integer NOT NULL DEFAULT 0,
+    first_failed_at timestamptz,
+    created_at timestamptz NOT NULL DEFAULT now(),
+    started_at timestamptz,
+    finished_at timestamptz,
+    -- Rises with every change; the seq of events. Not to be taken for the order of acceptance.
+    version bigint NOT NULL DEFAULT 1
+);
+CREATE INDEX jobs_waiting ON jobs (address, slot, seq) WHERE state = 'queued';
+CREATE INDEX jobs_running ON jobs (lease_until) WHERE state = 'running';
+CREATE INDEX jobs_by_volume ON jobs USING gin (volume_ids);
+CREATE INDEX jobs_by_acceptance ON jobs (seq);
+CREATE INDEX jobs_finished ON jobs (finished_at) WHERE finished_at IS NOT NULL;
+
+-- What unfinished jobs need of volumes: x alone, c (connect, attach, …) one at a time beside readers,
+-- r (a copy's source) beside all but x. A row means a claim; held, that the job runs.
+CREATE TABLE job_locks (
+    volume_id uuid NOT NULL,
+    job_id uuid NOT NULL REFERENCES jobs ON DELETE CASCADE,
+    seq bigint NOT NULL,
+    mode "char" NOT NULL CHECK (mode IN ('x', 'c', 'r')),
+    held boolean NOT NULL,
+    PRIMARY KEY (volume_id, job_id)
+);
+CREATE INDEX job_locks_by_job ON job_locks (job_id);
+
+-- What has still to be told: the end of a job (its reply, events and dead letter), the last word
+-- about a volume, or a message that never became a job. A row goes once the broker has confirmed it.
+CREATE TABLE outbox (
+    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    owner uuid NOT NULL,
+    address text NOT NULL,
+    job_id uuid REFERENCES jobs ON DELETE CASCADE,
+    reply_only boolean NOT NULL DEFAULT false,
+    volume_id uuid,
+    volume_gone jsonb,
+    letter bytea,
+    letter_properties jsonb,
+    created_at timestamptz NOT NULL DEFAULT now()
+);
+
+-- A volume as callers see it, and the columns that only workers use.
+CREATE FUNCTION volume_record(v volumes) RETURNS jsonb
+    LANGUAGE sql STABLE
+    RETURN to_jsonb(v) || jsonb_build_object(
+        'exported', v.export <> 'none',
+        'attachments', coalesce((
+            SELECT jsonb_agg(to_jsonb(a) ORDER BY a.created_at, a.id)
+            FROM attachments a WHERE a.volume_id = v.id), '[]'),
+        'connections', coalesce((
+            SELECT jsonb_agg(
+                jsonb_build_object(
+                    'id', c.id, 'volume_id', c.volume_id, 'connector_host', c.connector_host,
+                    'access_mode', c.access_mode, 'created_at', c.created_at)
+                ORDER BY c.created_at, c.id)
+            FROM connections c WHERE c.volume_id = v.id AND c.state <> 'ended'), '[]'));
+
+CREATE FUNCTION conflicts(a "char", b "char") RETURNS boolean
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN a = 'x' OR b = 'x' OR (a = 'c' AND b = 'c');
+
+-- Whether a job must wait for another one that needs one of its volumes. In the order of acceptance;
+-- a parent's child passes what its parent holds and what waits behind that, but not what runs.
+CREATE FUNCTION must_wait(p_job uuid, p_seq bigint, p_parent uuid) RETURNS boolean
+    LANGUAGE sql STABLE
+    RETURN EXISTS (
+        SELECT FROM job_locks mine JOIN job_locks other USING (volume_id)
+        WHERE mine.job_id = p_job
+            AND other.job_id <> p_job
+            AND other.job_id IS DISTINCT FROM p_parent
+            AND conflicts(mine.mode, other.mode)
+            AND (other.held OR (p_parent IS NULL AND other.seq < p_seq))
+    );
+
+-- Takes the volumes for the rest of the transaction, so that two workers cannot both find one free.
+CREATE FUNCTION lock_volumes(p_volumes uuid[]) RETURNS void
+    LANGUAGE plpgsql AS $$
+DECLARE
+    key bigint;
+BEGIN
+    FOR key IN SELECT DISTINCT hashtextextended(v::text, 0) FROM unnest(p_volumes) v ORDER BY 1 LOOP
+        PERFORM pg_advisory_xact_lock(key);
+    END LOOP;
+END $$;
+
+-- Why a job is refused at once, or NULL: what is plain to see from the records already.
+-- p_check: volume_id, mode, known (must exist), at (must live at the job's address),
+-- idle (no connection, no attachment), statuses (allowed; null: any).
+CREATE FUNCTION refusal(p_job uuid, p_address text, p_parent uuid, p_check jsonb) RETURNS jsonb
+    LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    v_id uuid := p_check ->> 'volume_id';
+    v volumes;
+BEGIN
+    IF p_parent IS NOT NULL AND NOT EXISTS (
+        SELECT FROM jobs JOIN job_locks ON job_locks.job_id = jobs.id
+        WHERE jobs.id = p_parent AND jobs.state = 'running' AND job_locks.volume_id = v_id
+    ) THEN
+        RETURN jsonb_build_object('code', 'InvalidRequest', 'member', 'parent-job');
+    END IF;
+    IF NOT (p_check ->> 'known')::boolean THEN
+        RETURN NULL;
+    END IF;
+    SELECT * INTO v FROM volumes WHERE id = v_id;
+    IF NOT FOUND THEN
+        -- A create that was accepted before and has not run yet: wait for it.
+        IF EXISTS (SELECT FROM job_locks WHERE volume_id = v_id AND mode = 'x' AND job_id <> p_job)
+        THEN
+            RETURN NULL;
+        END IF;
+        RETURN jsonb_build_object('code', 'VolumeNotFound', 'volume_id', v_id);
+    END IF;
+    IF (p_check ->> 'at')::boolean AND v.address <> p_address THEN
+        RETURN jsonb_build_object(
+            'code', 'WrongAddress', 'volume_id', v_id, 'address', v.address);
+    END IF;
+    IF (p_check ->> 'idle')::boolean
+        AND NOT EXISTS (
+            SELECT FROM job_locks
+            WHERE volume_id = v_id AND mode IN ('x', 'c') AND job_id <> p_job)
+        AND (EXISTS (SELECT FROM connections WHERE volume_id = v_id AND state <> 'ended')
+            OR EXISTS (SELECT FROM attachments WHERE volume_id = v_id))
+    THEN
+        RETURN jsonb_build_object('code', 'VolumeIsBusy', 'volume_id', v_id);
+    END IF;
+    -- The short passing statuses settle by themselves: a job sent right behind waits for them.
+    IF p_parent IS NULL
+        AND p_check -> 'statuses' <> 'null'
+        AND NOT p_check -> 'statuses' ? v.status
+        AND v.status NOT IN ('creating', 'attaching', 'detaching', 'extending')
+    THEN
+        RETURN jsonb_build_object(
+            'code', 'InvalidVolumeStatus', 'volume_id', v_id, 'status', v.status);
+    END IF;
+    RETURN NULL;
+END $$;
+
+CREATE TYPE verdict AS ENUM ('running', 'queued', 'repeated', 'finished', 'reused');
+
+-- Stores requests as jobs, in their order. A job whose volumes are free is stored as running, with a
+-- lease, while slots last; the same id again changes only who gets the answer.
+CREATE FUNCTION accept_jobs(
+    p_owner uuid, p_lease interval, p_control integer, p_data integer,
+    p_ids uuid[], p_methods text[], p_addresses text[], p_slots text[],
+    p_bodies bytea[], p_properties jsonb[], p_fingerprints bytea[],
+    p_deadlines timestamptz[], p_reply_to text[], p_correlation_ids text[],
+    p_status_updates boolean[], p_parents uuid[], p_checks jsonb[]
+) RETURNS TABLE (verdict verdict, job jobs, outbox_id bigint)
+    LANGUAGE plpgsql AS $$
+DECLARE
+    item jsonb;
+    why jsonb;
+    starts boolean;
+BEGIN
+    PERFORM lock_volumes(array(
+        SELECT (c ->> 'volume_id')::uuid FROM unnest(p_checks) checks,
+            jsonb_array_elements(checks) c));
+    FOR i IN 1 .. cardinality(p_ids) LOOP
+        verdict := 'queued';
+        outbox_id := NULL;
+        INSERT INTO jobs (
+            id, method, address, slot, state, body, properties, fingerprint, volume_ids, deadline,
+            reply_to, correlation_id, status_updates, parent_job
+        ) VALUES (
+            p_ids[i], p_methods[i], p_addresses[i], p_slots[i], 'queued', p_bodies[i],
+            p_properties[i], p_fingerprints[i],
+            array(SELECT (c ->> 'volume_id')::uuid FROM jsonb_array_elements(p_checks[i]) c),
+            p_deadlines[i], p_reply_to[i], p_correlation_ids[i], p_status_updates[i], p_parents[i]
+        ) ON CONFLICT (id) DO NOTHING RETURNING jobs.* INTO job;
+        IF NOT FOUND THEN
+            SELECT * INTO job FROM jobs WHERE id = p_ids[i];
+            IF job.fingerprint <> p_fingerprints[i] THEN
+                verdict := 'reused';
+                RETURN NEXT;
+                CONTINUE;
+            END IF;
+            UPDATE jobs SET
+                deadline = p_deadlines[i], reply_to = p_reply_to[i],
+                correlation_id = p_correlation_ids[i], status_updates = p_status_updates[i]
+            WHERE id = p_ids[i] RETURNING * INTO job;
+            IF job.finished_at IS NULL THEN
+                verdict := 'repeated';
+            ELSE
+                verdict := 'finished';
+                INSERT INTO outbox (owner, address, job_id, reply_only)
+                VALUES (p_owner, job.address, job.id, true) RETURNING id INTO outbox_id;
+            END IF;
+            RETURN NEXT;
+            CONTINUE;
+        END IF;
+
+        why := NULL;
+        FOR item IN SELECT jsonb_array_elements(p_checks[i]) LOOP
+            why := coalesce(why, refusal(job.id, job.address, job.parent_job, item));
+        END LOOP;
+        IF why IS NOT NULL THEN
+            starts := true;
+        ELSE
+            INSERT INTO job_locks (volume_id, job_id, seq, mode, held)
+            SELECT (c ->> 'volume_id')::uuid, job.id, job.seq, (c ->> 'mode')::"char", false
+            FROM jsonb_array_elements(p_checks[i]) c;
+            starts := NOT must_wait(job.id, job.seq, job.parent_job)
+                AND CASE job.slot WHEN 'data' THEN p_data > 0 ELSE p_control > 0 END;
+        END IF;
+        IF starts THEN
+            UPDATE jobs SET
+                state = 'running', attempt = 1, owner = p_owner,
+                lease_token = nextval('lease_tokens'), lease_until = now() + p_lease,
+                started_at = now(), refusal = why
+            WHERE id = job.id RETURNING * INTO job;
+            IF why IS NULL THEN
+                UPDATE job_locks SET held = true WHERE job_id = job.id;
+                p_control := p_control - (job.slot = 'control')::integer;
+                p_data := p_data - (job.slot = 'data')::integer;
+            END IF;
+            verdict := 'running';
+        END IF;
+        RETURN NEXT;
+    END LOOP;
+END $$;
+
+-- Takes jobs to run: the oldest first whose turn it is, within the free slots; also those whose
+-- worker let its lease run out.
+CREATE FUNCTION claim_jobs(
+    p_owner uuid, p_lease interval, p_control integer, p_data integer, p_addresses text[]
+) RETURNS SETOF jobs
+    LANGUAGE plpgsql AS $$
+DECLARE
+    candidates uuid[];
+    candidate uuid;
+    job jobs;
+BEGIN
+    candidates := array(
+        (SELECT id FROM jobs
+        WHERE slot = 'control' AND address = ANY (p_addresses) AND state = 'queued'
+            AND run_at <= now() AND NOT must_wait(id, seq, parent_job)
+        ORDER BY seq LIMIT p_control)
+        UNION ALL
+        (SELECT id FROM jobs
+        WHERE slot = 'data' AND address = ANY (p_addresses) AND state = 'queued'
+            AND run_at <= now() AND NOT must_wait(id, seq, parent_job)
+        ORDER BY seq LIMIT p_data)
+        UNION ALL
+        (SELECT id FROM jobs
+        WHERE slot = 'control' AND address = ANY (p_addresses) AND state = 'running'
+            AND lease_until < now()
+        LIMIT p_control)
+        UNION ALL
+        (SELECT id FROM jobs
+        WHERE slot = 'data' AND address = ANY (p_addresses) AND state = 'running'
+            AND lease_until < now()
+        LIMIT p_data));
+    PERFORM lock_volumes(array(
+        SELECT volume_id FROM job_locks WHERE job_id = ANY (candidates)));
+    FOREACH candidate IN ARRAY candidates LOOP
+        UPDATE jobs SET
+            state = 'running', attempt = attempt + 1, owner = p_owner,
+            lease_token = nextval('lease_tokens'), lease_until = now() + p_lease,
+            started_at = coalesce(started_at, now()), version = version + 1
+        WHERE id = candidate
+            AND ((state = 'queued' AND NOT must_wait(id, seq, parent_job))
+                OR (state = 'running' AND lease_until < now()))
+            AND CASE slot WHEN 'data' THEN p_data > 0 ELSE p_control > 0 END
+        RETURNING * INTO job;
+        IF FOUND THEN
+            UPDATE job_locks SET held = true WHERE job_id = job.id;
+            p_control := p_control - (job.slot = 'control')::integer;
+            p_data := p_data - (job.slot = 'data')::integer;
+            RETURN NEXT job;
+        END IF;
+    END LOOP;
+END $$;

@@ -1,0 +1,66 @@
+-- Connections: recorded before they are made, kept as ended until their volume goes.
+
+-- name: begin_connection
+-- Records a connection that is about to be made, or finds the one that is there.
+-- $1 job, $2 fencing token, $3 id, $4 volume, $5 connector host, $6 identity, $7 connection key,
+-- $8 connector, $9 access mode, $10 whether it is local, $11 credentials.
+WITH mine AS (
+    SELECT FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR SHARE
+)
+INSERT INTO connections (
+    id, volume_id, connector_host, identity, connection_key, connector, access_mode, state,
+    is_local, credentials)
+SELECT $3, $4, $5, $6, $7, $8, $9, 'making', $10, $11 FROM mine
+ON CONFLICT (volume_id, coalesce(connector_host, ''), identity, connection_key)
+    WHERE state <> 'ended'
+    DO UPDATE SET connection_key = excluded.connection_key
+RETURNING *;
+
+-- name: live_connection
+-- Keeps what the target gave. $1 job, $2 fencing token, $3 id, $4 driver volume type, $5 data without
+-- secrets, $6 secrets and credentials.
+UPDATE connections SET
+    state = 'live', driver_volume_type = $4, data = $5, credentials = $6
+FROM jobs
+WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running' AND connections.id = $3
+RETURNING connections.*;
+
+-- name: ending_connections
+-- Marks a volume's connections as ending, before they are undone, and returns them.
+-- $1 job, $2 fencing token, $3 volume, $4 connection ids or null for all.
+UPDATE connections SET state = 'ending'
+FROM jobs
+WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running'
+    AND connections.volume_id = $3 AND connections.state <> 'ended'
+    AND ($4::uuid[] IS NULL OR connections.id = ANY ($4))
+RETURNING connections.*;
+
+-- name: ended_connection
+-- Marks a connection as ended, and forgets its secrets. $1 job, $2 fencing token, $3 id.
+UPDATE connections SET state = 'ended', credentials = NULL, data = NULL
+FROM jobs
+WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running' AND connections.id = $3;
+
+-- name: get_connection
+-- One connection, ended or not. $1 id.
+SELECT * FROM connections WHERE id = $1;
+
+-- name: find_connection
+-- The connection of a connector that has not ended. $1 volume, $2 host, $3 identity, $4 key.
+SELECT * FROM connections
+WHERE volume_id = $1 AND coalesce(connector_host, '') = $2 AND identity = $3
+    AND connection_key = $4 AND state <> 'ended';
+
+-- name: volume_connections
+-- A volume's connections that have not ended, the oldest first. $1 volume.
+SELECT * FROM connections WHERE volume_id = $1 AND state <> 'ended' ORDER BY created_at, id;
+
+-- name: exported_volumes
+-- What a backend has to serve. $1 address.
+SELECT volume_record(volumes) AS volume FROM volumes WHERE address = $1 AND export <> 'none' ORDER BY id;
+
+-- name: served_connections
+-- The connections of a backend that its target serves. $1 address.
+SELECT connections.* FROM connections JOIN volumes ON volumes.id = connections.volume_id
+WHERE volumes.address = $1 AND volumes.export <> 'none' AND NOT is_local AND state = 'live'
+ORDER BY connections.created_at, connections.id;

@@ -1,0 +1,88 @@
+-- Volumes and attachments.
+
+-- name: get_volume
+-- One volume. $1 id.
+SELECT volume_record(volumes) AS volume FROM volumes WHERE id = $1;
+
+-- name: list_volumes
+-- Volumes by id. $1 address or null for all, $2 status or null, $3 the last id seen or null, $4 how many.
+SELECT volume_record(volumes) AS volume FROM volumes
+WHERE ($1::text IS NULL OR address = $1)
+    AND ($2::text IS NULL OR status = $2)
+    AND ($3::uuid IS NULL OR id > $3)
+ORDER BY id
+LIMIT $4;
+
+-- name: begin_volume
+-- Makes the record of a volume that a job is about to create; the record of an earlier attempt of the
+-- same job will do. No row: the id is taken, or the job lost its lease.
+-- $1 job, $2 fencing token, $3 id, $4 name, $5 size in bytes, $6 metadata, $7 address.
+WITH mine AS (
+    SELECT FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR SHARE
+)
+INSERT INTO volumes (
+    id, name, address, size_bytes, status, metadata, created_by, status_job)
+SELECT $3, $4, $7, $5, 'creating', $6, $1, $1 FROM mine
+ON CONFLICT (id) DO UPDATE SET updated_at = now()
+    WHERE volumes.created_by = $1 AND volumes.status = 'creating'
+RETURNING volume_record(volumes) AS volume;
+
+-- name: forget_volume
+-- Removes the record of a volume of which nothing was made. $1 job, $2 fencing token, $3 id.
+DELETE FROM volumes USING jobs
+WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running'
+    AND volumes.id = $3 AND volumes.created_by = $1;
+
+-- name: take_volume
+-- Moves a volume into a passing status that a job holds, remembering the one to go back to. No row:
+-- the status is none of $4, or the job lost its lease.
+-- $1 job, $2 fencing token, $3 volume, $4 allowed statuses, $5 status, $6 attach status or null.
+WITH mine AS (
+    SELECT FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR SHARE
+)
+UPDATE volumes SET
+    status = $5, attach_status = coalesce($6, attach_status), status_job = $1,
+    previous_status = CASE WHEN status_job = $1 THEN previous_status ELSE status END,
+    seq = seq + 1, updated_at = now()
+FROM mine
+WHERE id = $3 AND (status = ANY ($4::text[]) OR status_job = $1)
+RETURNING volume_record(volumes) AS volume;
+
+-- name: set_export
+-- Records who asked for a volume's export, before it is made. $1 job, $2 fencing token, $3 volume,
+-- $4 export, $5 provider location or null to leave it.
+WITH mine AS (
+    SELECT FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR SHARE
+)
+UPDATE volumes SET
+    export = $4,
+    provider_location = CASE WHEN $4 = 'none' THEN NULL
+        ELSE coalesce($5, provider_location) END,
+    seq = seq + 1, updated_at = now()
+FROM mine
+WHERE id = $3
+RETURNING volume_record(volumes) AS volume;
+
+-- name: begin_attachment
+-- Records an attachment; the one that is there already will do. $1 job, $2 fencing token, $3 id,
+-- $4 volume, $5 instance, $6 host name, $7 mountpoint, $8 mode.
+WITH mine AS (
+    SELECT FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR SHARE
+)
+INSERT INTO attachments (id, volume_id, instance_uuid, host_name, mountpoint, mode, status)
+SELECT $3, $4, $5, $6, $7, $8, 'attaching' FROM mine
+ON CONFLICT (id) DO UPDATE SET status = attachments.status
+RETURNING to_jsonb(attachments) AS attachment;
+
+-- name: set_attachment
+-- Changes an attachment's status. $1 job, $2 fencing token, $3 attachment, $4 status.
+UPDATE attachments SET status = $4 FROM jobs
+WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running' AND attachments.id = $3
+RETURNING to_jsonb(attachments) AS attachment;
+
+-- name: end_attachments
+-- Removes a volume's attachment, or all of them. $1 job, $2 fencing token, $3 volume,
+-- $4 attachment or null.
+DELETE FROM attachments USING jobs
+WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running'
+    AND attachments.volume_id = $3 AND ($4::uuid IS NULL OR attachments.id = $4);

@@ -1,0 +1,394 @@
+import asyncio
+import contextlib
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from messages import errors
+from worker import process
+
+SECRET = "hunter2hunter2"
+
+
+@pytest.fixture
+def execute() -> process.Executor:
+    return process.Executor()
+
+
+def alive(pid: int) -> bool:
+    return process.start_time(pid) is not None
+
+
+async def until(condition: object, *, seconds: float = 5.0) -> None:
+    """Waits until a condition holds; its caller's assert tells where it never did."""
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+
+
+async def read_pid(path: pathlib.Path) -> int:
+    await until(lambda: path.exists() and path.read_text().endswith("\n"))
+    return int(path.read_text())
+
+
+@contextlib.asynccontextmanager
+async def started(child: process.Child) -> AsyncIterator[process.Child]:
+    try:
+        yield child
+    finally:
+        await child.stop()
+
+
+# How a program ends
+
+
+async def test_a_result_has_both_streams_and_the_exit_code(execute: process.Executor) -> None:
+    result = await execute.run("sh", "-c", "echo out; echo err >&2; exit 3", ok_codes=(0, 3))
+    assert result == process.Result("sh", 3, "out\n", "err\n")
+
+
+async def test_stdin_reaches_the_program(execute: process.Executor) -> None:
+    assert (await execute.run("cat", stdin=b"x" * 300_000)).stdout == "x" * process.CAPTURE_LIMIT
+
+
+async def test_a_program_that_never_reads_its_stdin_ends_all_the_same(
+    execute: process.Executor,
+) -> None:
+    assert (await execute.run("true", stdin=b"x" * 5_000_000)).exit_code == 0
+
+
+async def test_words_of_a_program_are_in_the_c_locale(
+    execute: process.Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    result = await execute.run("sh", "-c", "echo $LC_ALL $EXTRA", env={"EXTRA": "more"})
+    assert result.stdout == "C more\n"
+
+
+async def test_a_failure_tells_its_code_and_the_end_of_stderr(execute: process.Executor) -> None:
+    with pytest.raises(errors.CommandFailed, match="sh ended with exit code 7: it broke") as caught:
+        await execute.run("sh", "-c", "echo first >&2; echo it broke >&2; exit 7")
+    assert caught.value.details == {
+        "program": "sh",
+        "exit_code": 7,
+        "stderr": "first\nit broke\n",
+    }
+
+
+async def test_a_program_ended_by_a_signal_fails_with_its_negative_number(
+    execute: process.Executor,
+) -> None:
+    with pytest.raises(errors.CommandFailed) as caught:
+        await execute.run("sh", "-c", "kill -SEGV $$")
+    assert caught.value.details["exit_code"] == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize("argv", [("no-such-program",), ("/",), ("/etc/hostname",)])
+async def test_a_program_that_cannot_be_started_is_a_failed_command(
+    execute: process.Executor, argv: tuple[str, ...]
+) -> None:
+    with pytest.raises(errors.CommandFailed, match="cannot be started"):
+        await execute.run(*argv)
+
+
+async def test_a_missing_program_cannot_be_started_to_go_on_running(
+    execute: process.Executor,
+) -> None:
+    with pytest.raises(errors.CommandFailed, match="no-such-program cannot be started"):
+        await execute.start("no-such-program")
+
+
+# What it prints
+
+
+async def test_five_mebibytes_on_stderr_do_not_block_it(execute: process.Executor) -> None:
+    result = await execute.run(
+        "sh", "-c", "head -c 5242880 /dev/zero | tr '\\0' e >&2; echo done", timeout=30
+    )
+    assert result.stdout == "done\n"
+    assert result.stderr == "e" * process.CAPTURE_LIMIT
+
+
+async def test_an_error_of_one_huge_line_has_a_short_message(execute: process.Executor) -> None:
+    with pytest.raises(errors.CommandFailed) as caught:
+        await execute.run("sh", "-c", "head -c 5242880 /dev/zero | tr '\\0' e >&2; exit 1")
+    assert len(caught.value.message) < 1000
+    assert len(caught.value.details["stderr"]) == 2000
+
+
+async def test_more_of_the_output_is_kept_where_the_caller_needs_it(
+    execute: process.Executor,
+) -> None:
+    size = 2 * process.CAPTURE_LIMIT
+    result = await execute.run("head", "-c", str(size), "/dev/zero", capture_limit=10 * size)
+    assert result.stdout == ""  # NULs are removed
+    result = await execute.run("sh", "-c", f"yes | head -c {size}", capture_limit=10 * size)
+    assert len(result.stdout) == size
+
+
+async def test_bytes_that_are_not_utf8_and_nuls_hide_no_exit_code(
+    execute: process.Executor,
+) -> None:
+    with pytest.raises(errors.CommandFailed) as caught:
+        await execute.run("sh", "-c", r"printf 'a\377\376b\000c' >&2; exit 1")
+    assert caught.value.details["exit_code"] == 1
+    assert caught.value.details["stderr"] == "a��bc"
+    assert "\0" not in str(caught.value)
+
+
+# Timeouts, cancellation, and what is left behind
+
+
+async def test_a_timeout_ends_the_grandchild_that_holds_the_pipe(
+    execute: process.Executor, tmp_path: pathlib.Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    before = time.monotonic()
+    with pytest.raises(errors.CommandTimeout) as caught:
+        await execute.run("sh", "-c", f"sleep 300 & echo $! >{pid_file}; wait", timeout=1)
+    assert time.monotonic() - before < 4
+    assert caught.value.details["timeout_seconds"] == 1
+    grandchild = int(pid_file.read_text())
+    await until(lambda: not alive(grandchild))
+    assert not alive(grandchild)
+
+
+async def test_a_program_that_ignores_sigterm_is_killed(
+    execute: process.Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "GRACE", 0.3)
+    before = time.monotonic()
+    with pytest.raises(errors.CommandTimeout):
+        await execute.run("sh", "-c", "trap '' TERM; sleep 300 & wait; sleep 300", timeout=0.3)
+    assert time.monotonic() - before < 4
+
+
+async def test_a_grandchild_that_stays_does_not_hold_up_the_result(
+    execute: process.Executor, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that leaves a daemon behind has ended, whoever holds its pipes."""
+    monkeypatch.setattr(process, "GRACE", 0.5)
+    pid_file = tmp_path / "pid"
+    before = time.monotonic()
+    result = await execute.run("sh", "-c", f"echo ready; sleep 300 & echo $! >{pid_file}")
+    try:
+        assert time.monotonic() - before < 3
+        assert result.stdout == "ready\n"
+        assert alive(int(pid_file.read_text()))
+    finally:
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+
+async def test_a_killed_leader_is_not_waited_for_because_of_a_pipe_in_another_session(
+    execute: process.Executor, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "GRACE", 0.5)
+    pid_file = tmp_path / "pid"
+    before = time.monotonic()
+    try:
+        with pytest.raises(errors.CommandTimeout):
+            await execute.run(
+                "sh",
+                "-c",
+                f"setsid sh -c 'echo $$ >{pid_file}; exec sleep 300' & sleep 300",
+                timeout=0.5,
+            )
+        assert time.monotonic() - before < 4
+    finally:
+        os.kill(await read_pid(pid_file), signal.SIGKILL)
+
+
+async def test_cancellation_ends_the_whole_group(
+    execute: process.Executor, tmp_path: pathlib.Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    task = asyncio.create_task(execute.run("sh", "-c", f"sleep 300 & echo $! >{pid_file}; wait"))
+    grandchild = await read_pid(pid_file)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: not alive(grandchild))
+    assert not alive(grandchild)
+
+
+async def test_cancellation_is_never_swallowed_while_pipes_are_drained(
+    execute: process.Executor, tmp_path: pathlib.Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    task = asyncio.create_task(execute.run("sh", "-c", f"sleep 300 & echo $! >{pid_file}"))
+    try:
+        await read_pid(pid_file)
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    finally:
+        os.kill(await read_pid(pid_file), signal.SIGKILL)
+
+
+async def test_many_programs_at_once_leave_no_descriptors(execute: process.Executor) -> None:
+    await execute.run("true")
+    before = len(os.listdir("/proc/self/fd"))
+    await asyncio.gather(*(execute.run("sh", "-c", "echo x; echo y >&2") for _ in range(40)))
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# Secrets
+
+
+async def test_a_secret_shows_in_no_error_and_no_log(execute: process.Executor) -> None:
+    script = f"echo value {SECRET} refused >&2; exit 7"
+    with capture_logs() as logs, pytest.raises(errors.CommandFailed) as caught:
+        await execute.run("sh", "-c", script, secrets=[SECRET])
+    assert SECRET not in f"{logs} {caught.value} {caught.value.details} {caught.value!r}"
+    assert "value *** refused" in caught.value.message
+
+
+async def test_a_secret_shows_in_no_error_of_a_timeout(execute: process.Executor) -> None:
+    with capture_logs() as logs, pytest.raises(errors.CommandTimeout) as caught:
+        await execute.run(
+            "sh", "-c", f"echo {SECRET} >&2; sleep 300", secrets=[SECRET], timeout=0.5
+        )
+    assert SECRET not in f"{logs} {caught.value} {caught.value.details}"
+    assert "***" in caught.value.details["stderr"]
+
+
+async def test_a_password_that_nobody_declared_is_masked_by_its_name(
+    execute: process.Executor,
+) -> None:
+    script = f"echo tool: bad option --password {SECRET} >&2; exit 7"
+    with capture_logs() as logs, pytest.raises(errors.CommandFailed) as caught:
+        await execute.run("sh", "-c", script)
+    assert SECRET not in f"{logs} {caught.value} {caught.value.details}"
+
+
+async def test_no_argument_is_ever_logged(execute: process.Executor) -> None:
+    with capture_logs() as logs:
+        await execute.run("true", "--user", "somebody", SECRET)
+    assert SECRET not in str(logs)
+    assert logs[0]["event"] == "process.started"
+
+
+# Root
+
+
+async def test_the_root_helper_goes_first_and_keeps_the_environment() -> None:
+    """sudo(8) resets the environment, so env(1) sets it again behind it."""
+    helped = process.Executor(root_helper=("env", "-i", f"PATH={os.environ['PATH']}"))
+    result = await helped.run(
+        "sh", "-c", "echo $SOCKET:$LC_ALL", env={"SOCKET": "/run/s"}, run_as_root=True
+    )
+    assert result.stdout == "/run/s:C\n"
+    assert result.program == "sh"
+
+
+async def test_the_root_helper_is_left_out_where_root_is_not_needed() -> None:
+    helped = process.Executor(root_helper=("false",))
+    assert (await helped.run("echo", "x")).stdout == "x\n"
+
+
+# Programs that go on running
+
+
+async def test_a_child_is_spoken_to_line_by_line(execute: process.Executor) -> None:
+    async with started(await execute.start("cat")) as child:
+        await child.write_line(b"hello")
+        assert await anext(child.lines()) == b"hello"
+        assert child.exit_code is None
+
+
+async def test_a_stopped_child_is_gone_with_its_group(
+    execute: process.Executor, tmp_path: pathlib.Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    child = await execute.start("sh", "-c", f"sleep 300 & echo $! >{pid_file}; wait")
+    grandchild = await read_pid(pid_file)
+    await child.stop()
+    await until(lambda: not alive(grandchild))
+    assert not alive(grandchild)
+    assert child.exit_code is not None
+    await child.stop()
+
+
+async def test_a_child_that_ends_tells_its_code_and_last_words(execute: process.Executor) -> None:
+    async with started(await execute.start("sh", "-c", "echo oops >&2; exit 4")) as child:
+        assert await child.wait() == 4
+        assert child.stderr == "oops\n"
+        await child.write_line(b"nobody hears this")
+
+
+async def test_a_child_dies_with_a_worker_that_is_killed(tmp_path: pathlib.Path) -> None:
+    pid_file = tmp_path / "pid"
+    script = f"""
+import asyncio, pathlib
+from worker import process
+
+async def main():
+    child = await process.Executor().start("sleep", "300")
+    pathlib.Path({str(pid_file)!r}).write_text(f"{{child.pid}}\\n")
+    await asyncio.sleep(300)
+
+asyncio.run(main())
+"""
+    worker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.DEVNULL)
+    try:
+        child = await read_pid(pid_file)
+        assert alive(child)
+    finally:
+        worker.kill()
+        worker.wait()
+    await until(lambda: not alive(child))
+    assert not alive(child)
+
+
+# Processes of an earlier worker
+
+
+async def test_a_recorded_process_is_ended() -> None:
+    sleeper = subprocess.Popen(["sleep", "300"])
+    started = process.start_time(sleeper.pid)
+    assert started is not None
+    assert await process.end_recorded(sleeper.pid, started)
+    assert sleeper.wait() == -signal.SIGTERM
+    assert not await process.end_recorded(sleeper.pid, started)
+
+
+async def test_another_process_under_a_recorded_pid_is_left_alone() -> None:
+    sleeper = subprocess.Popen(["sleep", "300"])
+    try:
+        started = process.start_time(sleeper.pid)
+        assert started is not None
+        assert not await process.end_recorded(sleeper.pid, started - 1)
+        assert sleeper.poll() is None
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_the_start_time_is_read_past_an_odd_program_name(tmp_path: pathlib.Path) -> None:
+    odd = tmp_path / "a) S (b"
+    odd.write_text(f"#!{shlex.quote('/bin/sh')}\nsleep 300\n")
+    odd.chmod(0o755)
+    program = subprocess.Popen([odd], start_new_session=True)
+    try:
+        assert (process.start_time(program.pid) or 0) > 0
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+    assert process.start_time(program.pid) is None
+
+
+def test_a_program_is_found_on_the_path_or_not_at_all() -> None:
+    assert process.find_program("sh") is not None
+    assert process.find_program("no-such-program") is None

@@ -1,0 +1,1 @@
+"""qemu-storage-daemon, started, found again, driven over QMP and ended."""

@@ -1,0 +1,102 @@
+"""What is written down about a daemon, so that a later worker finds that one and no other."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from typing import Final
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+SOCKET_PATH_LIMIT: Final = 107
+"""Bytes; sun_path has 108 and wants a NUL, unix(7)."""
+LONGEST_SOCKET_NAME: Final = "/sockets/data"
+
+_FILE: Final = "daemon.json"
+_BOOT_ID: Final = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """One daemon: the folder of its sockets, and the process once it is known.
+
+    ``configuration`` is whatever the daemon was started with that cannot be changed while it runs.
+    """
+
+    sockets: pathlib.Path
+    configuration: str
+    pid: int | None = None
+    started: int | None = None
+    """In clock ticks since the boot that ``boot_id`` names."""
+    boot_id: str = ""
+
+
+def read(folder: pathlib.Path) -> Record | None:
+    """The record in ``folder``, or None."""
+    try:
+        members = json.loads((folder / _FILE).read_bytes())
+        found = Record(**{**members, "sockets": pathlib.Path(members["sockets"])})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError):
+        log.warning("storage_daemon.record_unreadable", path=str(folder / _FILE))
+        return None
+    # Ticks since another boot name nothing.
+    same_boot = found.boot_id == boot_id()
+    return found if same_boot else dataclasses.replace(found, pid=None, started=None)
+
+
+def write(folder: pathlib.Path, record: Record) -> None:
+    """Replaces the record in ``folder``: whoever reads sees the old one or the new one, whole."""
+    members = {**dataclasses.asdict(record), "sockets": str(record.sockets)}
+    write_private(folder / _FILE, json.dumps(members).encode())
+
+
+def write_private(path: pathlib.Path, content: bytes) -> None:
+    """Replaces a file atomically and durably with one that only its owner can read."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        pathlib.Path(name).replace(path)
+    except BaseException:
+        pathlib.Path(name).unlink(missing_ok=True)
+        raise
+
+
+def boot_id() -> str:
+    """Tells one boot of this machine from another, random(4)."""
+    return _BOOT_ID.read_text().strip()
+
+
+def make_private(folder: pathlib.Path) -> None:
+    """Makes a folder, with those above it, that only its owner can enter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+
+
+def make_sockets_folder(folder: pathlib.Path) -> pathlib.Path:
+    """A folder for sockets: in ``folder``, or, where that is too long a path, a short one."""
+    if len(os.fsencode(folder)) + len(LONGEST_SOCKET_NAME) <= SOCKET_PATH_LIMIT:
+        sockets = folder / "sockets"
+        shutil.rmtree(sockets, ignore_errors=True)
+        make_private(sockets)
+        return sockets
+    for base in (os.environ.get("XDG_RUNTIME_DIR"), "/run"):
+        if base and len(base) < SOCKET_PATH_LIMIT // 2 and os.access(base, os.W_OK | os.X_OK):
+            return pathlib.Path(tempfile.mkdtemp(prefix="volume-worker-", dir=base))
+    return pathlib.Path(tempfile.mkdtemp(prefix="volume-worker-", dir="/tmp"))
+
+
+def remove(folder: pathlib.Path) -> None:
+    """Removes the record and the sockets' folder that it names; none is no error."""
+    found = read(folder)
+    if found is not None:
+        shutil.rmtree(found.sockets, ignore_errors=True)
+    (folder / _FILE).unlink(missing_ok=True)

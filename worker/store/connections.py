@@ -1,0 +1,151 @@
+"""Connections: recorded before they are made, ended after they are undone."""
+
+import dataclasses
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from messages import errors, requests, resources
+from worker.store import database, jobs, volumes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Connection:
+    """A connection as stored; ``credentials`` hold its only secrets."""
+
+    id: uuid.UUID
+    volume_id: uuid.UUID
+    connector: Mapping[str, Any]
+    access_mode: resources.AccessMode
+    state: str
+    is_local: bool
+    driver_volume_type: str | None
+    data: Mapping[str, Any] | None
+    credentials: Mapping[str, Any] | None = dataclasses.field(repr=False)
+
+
+def _from_row(row: Mapping[str, Any]) -> Connection:
+    values = {field.name: row[field.name] for field in dataclasses.fields(Connection)}
+    values["access_mode"] = resources.AccessMode(row["access_mode"])
+    return Connection(**values)
+
+
+async def begin(
+    store: database.Database,
+    job: jobs.Job,
+    volume_id: uuid.UUID,
+    connector: requests.Connector,
+    *,
+    is_local: bool,
+    credentials: Mapping[str, str],
+) -> Connection:
+    """Records a connection that is about to be made; the same connector gets the same again.
+
+    Raises:
+        InvalidConnector: it is connected in another mode.
+        LeaseLost: the job is no longer this worker's.
+    """
+    connection = _from_row(
+        await store.own(
+            "begin_connection",
+            job.id,
+            job.lease_token,
+            uuid.uuid4(),
+            volume_id,
+            connector.host,
+            connector.identity,
+            connector.connection_key,
+            connector.properties(),
+            connector.mode,
+            is_local,
+            dict(credentials),
+        )
+    )
+    if connection.access_mode != connector.mode or connection.is_local != is_local:
+        raise errors.InvalidConnector(
+            f"this connector is connected to volume {volume_id} in another way already "
+            f"(mode {connection.access_mode}); end that connection first, or tell them apart by "
+            "connection_key",
+            member="mode",
+            connection_id=str(connection.id),
+        )
+    return connection
+
+
+async def live(
+    store: database.Database,
+    job: jobs.Job,
+    connection: Connection,
+    *,
+    driver_volume_type: str,
+    data: Mapping[str, Any],
+    credentials: Mapping[str, Any],
+) -> Connection:
+    """Keeps what the target gave for a connection.
+
+    Raises:
+        LeaseLost: the job is no longer this worker's.
+    """
+    row = await store.own(
+        "live_connection",
+        job.id,
+        job.lease_token,
+        connection.id,
+        driver_volume_type,
+        dict(data),
+        dict(credentials),
+    )
+    return _from_row(row)
+
+
+async def ending(
+    store: database.Database,
+    job: jobs.Job,
+    volume_id: uuid.UUID,
+    ids: Sequence[uuid.UUID] | None = None,
+) -> list[Connection]:
+    """Marks connections of a volume (all, without ``ids``) as about to be undone; returns them."""
+    rows = await store.fetch("ending_connections", job.id, job.lease_token, volume_id, ids)
+    return [_from_row(row) for row in rows]
+
+
+async def ended(store: database.Database, job: jobs.Job, connection: Connection) -> None:
+    """Marks a connection as undone, and forgets its secrets."""
+    await store.fetch("ended_connection", job.id, job.lease_token, connection.id)
+
+
+async def find(store: database.Database, connection_id: uuid.UUID) -> Connection | None:
+    """One connection, ended or not."""
+    row = await store.row("get_connection", connection_id)
+    return None if row is None else _from_row(row)
+
+
+async def find_for(
+    store: database.Database, volume_id: uuid.UUID, connector: requests.Connector
+) -> Connection | None:
+    """The connection of a connector that has not ended."""
+    row = await store.row(
+        "find_connection",
+        volume_id,
+        connector.host or "",
+        connector.identity,
+        connector.connection_key,
+    )
+    return None if row is None else _from_row(row)
+
+
+async def of_volume(store: database.Database, volume_id: uuid.UUID) -> list[Connection]:
+    """A volume's connections that have not ended, the oldest first."""
+    return [_from_row(row) for row in await store.fetch("volume_connections", volume_id)]
+
+
+async def served(
+    store: database.Database, address: str
+) -> list[tuple[volumes.Volume, list[Connection]]]:
+    """Every volume that a backend exports, with the connections that its target serves."""
+    exported = await store.fetch("exported_volumes", address)
+    by_volume: dict[uuid.UUID, list[Connection]] = {}
+    for row in await store.fetch("served_connections", address):
+        by_volume.setdefault(row["volume_id"], []).append(_from_row(row))
+    records = [volumes.Volume.model_validate(row["volume"]) for row in exported]
+    return [(volume, by_volume.get(volume.id, [])) for volume in records]

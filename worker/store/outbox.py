@@ -1,0 +1,73 @@
+"""The outbox table: what has still to be told, until the broker has confirmed it."""
+
+import dataclasses
+import json
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from worker.store import database, jobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Letter:
+    """A message that never became a job, to be dead-lettered as it came."""
+
+    address: str
+    body: bytes
+    properties: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing to tell: a job's end and its volume's last word, or a letter."""
+
+    id: int
+    job: jobs.Job | None = None
+    reply_only: bool = False
+    volume: Mapping[str, Any] | None = None
+    letter: Letter | None = None
+
+
+async def add_letters(
+    store: database.Database, owner: uuid.UUID, letters: Sequence[Letter]
+) -> list[Entry]:
+    """Keeps letters until they are published."""
+    rows = await store.fetch(
+        "add_letter",
+        owner,
+        [letter.address for letter in letters],
+        [letter.body for letter in letters],
+        [json.dumps(letter.properties) for letter in letters],
+    )
+    return [Entry(row["id"], letter=letter) for row, letter in zip(rows, letters, strict=True)]
+
+
+async def pending(
+    store: database.Database,
+    *,
+    addresses: Sequence[str],
+    older_than: float,
+    except_ids: Collection[int],
+    limit: int,
+) -> list[Entry]:
+    """What nobody has published for ``older_than`` seconds, the oldest first."""
+    rows = await store.fetch("pending_outbox", addresses, older_than, list(except_ids), limit)
+    return [_from_row(row) for row in rows]
+
+
+async def delete(store: database.Database, ids: Sequence[int]) -> None:
+    """Forgets what the broker has confirmed."""
+    await store.fetch("delete_outbox", ids)
+
+
+def _from_row(row: Mapping[str, Any]) -> Entry:
+    return Entry(
+        row["id"],
+        job=None if row["job"] is None else jobs.from_json(row["job"], row["job_body"]),
+        reply_only=row["reply_only"],
+        volume=row["volume"],
+        letter=None
+        if row["letter"] is None
+        else Letter(row["address"], row["letter"], row["letter_properties"]),
+    )

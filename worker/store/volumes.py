@@ -1,0 +1,201 @@
+"""Volumes and attachments: their records and their statuses."""
+
+import uuid
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from messages import errors, resources
+from messages.resources import VolumeStatus
+from worker.store import database, jobs
+
+
+class Volume(resources.Volume):
+    """A volume's record with what only workers use of it."""
+
+    seq: int
+    export: str
+    created_by: uuid.UUID
+    status_job: uuid.UUID | None = None
+    previous_status: VolumeStatus | None = None
+
+    def public(self) -> dict[str, Any]:
+        """The record of the contract, as it is sent."""
+        return to_wire(self)
+
+
+def to_wire(record: "Volume | Mapping[str, Any]") -> dict[str, Any]:
+    """The Volume record of the contract from what a query gave."""
+    data = dict(record) if isinstance(record, Mapping) else record.model_dump()
+    return resources.Volume.model_validate(data).to_wire()
+
+
+async def find(store: database.Database, volume_id: uuid.UUID) -> Volume | None:
+    """One volume, or None."""
+    row = await store.row("get_volume", volume_id)
+    return None if row is None else Volume.model_validate(row["volume"])
+
+
+async def get(store: database.Database, volume_id: uuid.UUID) -> Volume:
+    """One volume.
+
+    Raises:
+        VolumeNotFound: there is none.
+    """
+    volume = await find(store, volume_id)
+    if volume is None:
+        raise errors.VolumeNotFound(f"there is no volume {volume_id}", volume_id=str(volume_id))
+    return volume
+
+
+async def list_(
+    store: database.Database,
+    *,
+    address: str | None,
+    status: str | None,
+    after: uuid.UUID | None,
+    limit: int,
+) -> list[Volume]:
+    """Volumes by id."""
+    rows = await store.fetch("list_volumes", address, status, after, limit)
+    return [Volume.model_validate(row["volume"]) for row in rows]
+
+
+async def begin(
+    store: database.Database,
+    job: jobs.Job,
+    *,
+    volume_id: uuid.UUID,
+    name: str,
+    size_bytes: int,
+    metadata: Mapping[str, str],
+) -> Volume:
+    """Makes the record of a volume that ``job`` is about to create, ``creating``.
+
+    Raises:
+        VolumeExists: another job's volume has that id.
+        LeaseLost: the job is no longer this worker's.
+    """
+    row = await store.row(
+        "begin_volume",
+        job.id,
+        job.lease_token,
+        volume_id,
+        name,
+        size_bytes,
+        dict(metadata),
+        job.address,
+    )
+    if row is None:
+        if await find(store, volume_id) is None:
+            raise database.LeaseLost("begin_volume")
+        raise errors.VolumeExists(f"volume {volume_id} exists", volume_id=str(volume_id))
+    return Volume.model_validate(row["volume"])
+
+
+async def forget(store: database.Database, job: jobs.Job, volume_id: uuid.UUID) -> None:
+    """Removes the record of a volume of which ``job`` has made nothing."""
+    await store.fetch("forget_volume", job.id, job.lease_token, volume_id)
+
+
+async def take(
+    store: database.Database,
+    job: jobs.Job,
+    volume_id: uuid.UUID,
+    *,
+    allowed: Collection[VolumeStatus],
+    status: VolumeStatus,
+    attach_status: resources.AttachStatus | None = None,
+) -> Volume:
+    """Moves a volume into a passing status, by compare-and-set; the job holds it until it ends.
+
+    Raises:
+        VolumeNotFound: there is no such volume.
+        InvalidVolumeStatus: its status is none of ``allowed``.
+        LeaseLost: the job is no longer this worker's.
+    """
+    row = await store.row(
+        "take_volume", job.id, job.lease_token, volume_id, list(allowed), status, attach_status
+    )
+    if row is None:
+        now = await get(store, volume_id)
+        if now.status in allowed:
+            raise database.LeaseLost("take_volume")
+        raise invalid_status(volume_id, now.status)
+    return Volume.model_validate(row["volume"])
+
+
+def invalid_status(volume_id: object, status: str) -> errors.InvalidVolumeStatus:
+    """The error that says which status stands in the way."""
+    return errors.InvalidVolumeStatus(
+        f"volume {volume_id} is {status}", volume_id=str(volume_id), status=str(status)
+    )
+
+
+async def set_export(
+    store: database.Database,
+    job: jobs.Job,
+    volume_id: uuid.UUID,
+    export: str,
+    provider_location: str | None = None,
+) -> Volume:
+    """Records who asked for the export: ``none``, ``implicit`` or ``explicit``.
+
+    Raises:
+        LeaseLost: the job is no longer this worker's.
+    """
+    row = await store.own(
+        "set_export", job.id, job.lease_token, volume_id, export, provider_location
+    )
+    return Volume.model_validate(row["volume"])
+
+
+async def begin_attachment(
+    store: database.Database,
+    job: jobs.Job,
+    attachment_id: uuid.UUID,
+    *,
+    volume_id: uuid.UUID,
+    instance_uuid: uuid.UUID | None,
+    host_name: str | None,
+    mountpoint: str,
+    mode: str,
+) -> resources.Attachment:
+    """Records an attachment, ``attaching``; the one that is there already will do.
+
+    Raises:
+        LeaseLost: the job is no longer this worker's.
+    """
+    row = await store.own(
+        "begin_attachment",
+        job.id,
+        job.lease_token,
+        attachment_id,
+        volume_id,
+        instance_uuid,
+        host_name,
+        mountpoint,
+        mode,
+    )
+    return resources.Attachment.model_validate(row["attachment"])
+
+
+async def set_attachment(
+    store: database.Database, job: jobs.Job, attachment_id: uuid.UUID, status: str
+) -> resources.Attachment:
+    """Changes an attachment's status.
+
+    Raises:
+        LeaseLost: the job is no longer this worker's.
+    """
+    row = await store.own("set_attachment", job.id, job.lease_token, attachment_id, status)
+    return resources.Attachment.model_validate(row["attachment"])
+
+
+async def end_attachments(
+    store: database.Database,
+    job: jobs.Job,
+    volume_id: uuid.UUID,
+    attachment_id: uuid.UUID | None,
+) -> None:
+    """Removes a volume's attachment, or all of them."""
+    await store.fetch("end_attachments", job.id, job.lease_token, volume_id, attachment_id)
