@@ -86,7 +86,7 @@ def read_body(body: bytes, limit: int, address: str) -> Body:
     """
     if len(body) > limit:
         raise Malformed(f"the body has {len(body)} bytes; at most {limit} are accepted")
-    data = _parse_json(body)
+    data = parse_json(body)
     if not isinstance(data, dict):
         raise Malformed("the body must be a JSON object", member="body")
     for member in ("method", "version", "args"):
@@ -104,7 +104,12 @@ def read_body(body: bytes, limit: int, address: str) -> Body:
     return Body(method, args, _fingerprint(method.name, address, data["args"]))
 
 
-def _parse_json(body: bytes) -> Any:
+def parse_json(body: bytes) -> Any:
+    """The JSON data of a body.
+
+    Raises:
+        Malformed: it is not UTF-8, not JSON, or holds what PostgreSQL cannot keep.
+    """
     try:
         body.decode()
     except UnicodeDecodeError as error:

@@ -11,18 +11,22 @@ from typing import Any
 
 MASK = "***"
 
-_NAMES = r"[\w.-]*(?:password|passwd|passphrase|secret|token|psk_key|private_key|auth_key)[\w.-]*"
-_SECRET_NAME = re.compile(_NAMES, re.IGNORECASE)
+_WORDS = "password|passwd|passphrase|secret|token|psk_key|private_key|auth_key"
+_SECRET_NAME = re.compile(_WORDS, re.IGNORECASE)
 _HARMLESS_NAMES = frozenset({"password-secret", "lease_token", "secret_type"})
-# name=value, name: value, "name": "value", --name value, -n name -v value
+# name=value, name: value, "name": "value", --name value, -n name -v value, 'name', 'value'.
+# The text may be a program's and of any size: nothing here scans a part of it more than once
+# (possessive quantifiers, and a name is tried from its first character only).
 _NAMED_VALUE = re.compile(
-    rf"""(?P<name>{_NAMES})
-         (?P<between>["']?\s*[=:]\s*["']?|["']?\s+(?:-v\s+|--value[=\s]\s*)?["']?)
-         (?P<value>[^\s"',;&}}\]]+)""",
+    rf"""(?<![\w.-])(?=[\w.-]*?(?:{_WORDS}))(?P<name>[\w.-]++)
+         (?P<between>(?:\\*["'])?(?:\s*+[=:]\s*+|\s++|(?<=["']),\s*+(?=["']))
+             (?:["']?(?:-v|--value)(?:["']?,?\s++|=))?)
+         (?P<quote>\\*["'])?(?P<value>(?(quote)(?:(?<=")[^"\n]*+|(?<=')[^'\n]*+)|[^\s"',;&}}\]]++))""",
     re.IGNORECASE | re.VERBOSE,
 )
+# iSCSI's URLs have a percent sign where others have a colon: iscsi://user%secret@host (libiscsi).
 _URL_PASSWORD = re.compile(
-    r"(?P<scheme>\b[a-z][a-z0-9+.-]*://[^\s:/@]*:)(?P<password>[^\s@/]+)@", re.I
+    r"(?<![a-z0-9+.-])(?P<user>[a-z][a-z0-9+.-]*+://[^\s:%/@]*+[:%])[^\s@/]++@", re.IGNORECASE
 )
 
 
@@ -30,14 +34,14 @@ def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
     """``text`` with every known secret, and every value named like one, as ``***``."""
     for secret in sorted({s for s in secrets if s}, key=len, reverse=True):
         text = text.replace(secret, MASK)
-    text = _URL_PASSWORD.sub(rf"\g<scheme>{MASK}@", text)
+    text = _URL_PASSWORD.sub(rf"\g<user>{MASK}@", text)
     return _NAMED_VALUE.sub(_mask_value, text)
 
 
 def _mask_value(match: re.Match[str]) -> str:
-    if match["name"] in _HARMLESS_NAMES or match["value"] == MASK:
+    if match["name"] in _HARMLESS_NAMES or not match["value"]:
         return match[0]
-    return f"{match['name']}{match['between']}{MASK}"
+    return f"{match['name']}{match['between']}{match['quote'] or ''}{MASK}"
 
 
 def mask_tree(value: Any) -> Any:
@@ -56,4 +60,4 @@ def mask_tree(value: Any) -> Any:
 
 def _names_secret(name: object) -> bool:
     text = str(name)
-    return text not in _HARMLESS_NAMES and _SECRET_NAME.fullmatch(text) is not None
+    return text not in _HARMLESS_NAMES and _SECRET_NAME.search(text) is not None

@@ -1,6 +1,6 @@
 """All SQL of the project, by name: ``queries/*.sql`` and the numbered ``migrations/``.
 
-A query's file holds blocks that begin with ``-- name: NAME``; the comment below it says what it does
+A query file holds blocks that begin with ``-- name: NAME``; the comment below says what it does
 and what its parameters are.
 """
 

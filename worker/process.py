@@ -1,14 +1,15 @@
 """The only place that starts a child process.
 
 Every child gets an argument list (never a shell), a session of its own, so that it can be ended
-with all that it started, and ``LC_ALL=C``, so that its words can be read. Both pipes are read while it
-runs and only the end of each is kept; bytes that are not UTF-8 are replaced and NULs removed, since
-PostgreSQL's text takes none.
+with all that it started, and ``LC_ALL=C``, so that its words can be read. Both pipes are read while
+it runs and only the end of each is kept; bytes that are not UTF-8 are replaced and NULs removed,
+since PostgreSQL's text takes none.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import os
 import pathlib
 import shutil
@@ -43,24 +44,54 @@ class Result:
 
 
 class _Tail:
-    """The last :data:`CAPTURE_LIMIT` bytes of a stream."""
+    """The last bytes of a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = CAPTURE_LIMIT) -> None:
+        self._limit = limit
         self._bytes = bytearray()
 
     async def drain(self, stream: asyncio.StreamReader) -> None:
         while chunk := await stream.read(64 * 1024):
             self._bytes += chunk
-            del self._bytes[:-CAPTURE_LIMIT]
+            del self._bytes[: -self._limit]
 
     def text(self) -> str:
         return bytes(self._bytes).decode("utf-8", "replace").replace("\0", "")
 
 
+class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
+    """Knows of the program's end by itself.
+
+    Whether asyncio's ``wait`` returns while a grandchild holds a pipe differs between versions.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(limit=CAPTURE_LIMIT, loop=asyncio.get_running_loop())
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        self.exited.set()
+        super().process_exited()
+
+
+class _Process(asyncio.subprocess.Process):
+    """A child whose :meth:`wait` ends with it, whoever holds its pipes."""
+
+    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol) -> None:
+        super().__init__(transport, protocol, asyncio.get_running_loop())
+        self._exited = protocol.exited
+        self.transport = transport
+
+    async def wait(self) -> int:
+        await self._exited.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+
 class Child:
     """A program that goes on running: its pid, its pipes, and its end."""
 
-    def __init__(self, program: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, program: str, process: _Process) -> None:
         self.program = program
         self._process = process
         self._stderr = _Tail()
@@ -107,7 +138,7 @@ class Child:
             await _end_group(self._process, grace)
         finally:
             self._drain.cancel()
-            _close_pipes(self._process)
+            self._process.transport.close()
 
 
 class Executor:
@@ -129,21 +160,23 @@ class Executor:
         env: Mapping[str, str] | None = None,
         run_as_root: bool = False,
         secrets: Collection[str] = (),
+        capture_limit: int = CAPTURE_LIMIT,
     ) -> Result:
         """Runs a program to its end.
 
         Args:
             timeout: seconds, after which it is killed with its group.
+            capture_limit: how many bytes of stdout's end are kept.
             secrets: values that must not show in the error or a log, wherever they stand.
 
         Raises:
             CommandFailed: it ended with another code than ``ok_codes``, or could not be started.
             CommandTimeout: it did not end in time.
         """
-        command = self._command(argv, run_as_root=run_as_root, dies_with_worker=False)
+        command = self._command(argv, env, run_as_root=run_as_root, dies_with_worker=False)
         program = pathlib.Path(os.fspath(argv[0])).name
         process = await self._spawn(command, program, env)
-        out, err = _Tail(), _Tail()
+        out, err = _Tail(capture_limit), _Tail()
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -193,40 +226,58 @@ class Executor:
             CommandFailed: it could not be started.
         """
         program = pathlib.Path(os.fspath(argv[0])).name
-        command = self._command(argv, run_as_root=run_as_root, dies_with_worker=dies_with_worker)
+        if find_program(os.fspath(argv[0])) is None:
+            # What starts before it could not tell: setpriv would be found, and end at once.
+            raise _cannot_start(program, os.strerror(errno.ENOENT))
+        command = self._command(
+            argv, env, run_as_root=run_as_root, dies_with_worker=dies_with_worker
+        )
         return Child(program, await self._spawn(command, program, env))
 
     def _command(
-        self, argv: Sequence[Argument], *, run_as_root: bool, dies_with_worker: bool
+        self,
+        argv: Sequence[Argument],
+        env: Mapping[str, str] | None,
+        *,
+        run_as_root: bool,
+        dies_with_worker: bool,
     ) -> list[str]:
         command = [os.fspath(argument) for argument in argv]
-        if run_as_root:
-            command = [*self._root_helper, *command]
+        if run_as_root and self._root_helper:
+            # sudo(8) resets the environment: what the program needs of it is set behind it.
+            variables = {**(env or {}), "LC_ALL": "C"}
+            assignments = [f"{name}={value}" for name, value in variables.items()]
+            command = [*self._root_helper, "env", *assignments, *command]
         if dies_with_worker:
             command = ["setpriv", "--pdeathsig", "KILL", "--", *command]
         return command
 
     async def _spawn(
         self, command: Sequence[str], program: str, env: Mapping[str, str] | None
-    ) -> asyncio.subprocess.Process:
+    ) -> _Process:
         environment = {**os.environ, **(env or {}), "LC_ALL": "C"}
         log.debug("process.started", program=program, arguments=len(command) - 1)
-        try:
-            return await asyncio.create_subprocess_exec(
+        spawning = asyncio.ensure_future(
+            asyncio.get_running_loop().subprocess_exec(
+                _Protocol,
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env=environment,
                 start_new_session=True,
-                limit=CAPTURE_LIMIT,
             )
+        )
+        try:
+            return _Process(*await asyncio.shield(spawning))
         except OSError as error:
-            raise errors.CommandFailed(
-                f"{program} cannot be started: {error.strerror}; is it installed and on PATH?",
-                program=program,
-                reason=error.strerror,
-            ) from error
+            raise _cannot_start(program, error.strerror) from error
+        except asyncio.CancelledError:
+            # asyncio would kill the child alone, and wait for whoever holds its pipes.
+            await asyncio.wait({spawning})
+            if spawning.exception() is None:
+                await _abandon(_Process(*spawning.result()))
+            raise
 
 
 def find_program(name: str) -> pathlib.Path | None:
@@ -274,22 +325,16 @@ async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
     stream.close()
 
 
-async def _settle(
-    pipes: asyncio.Future[tuple[None, None, None]], process: asyncio.subprocess.Process
-) -> None:
+async def _settle(pipes: asyncio.Future[tuple[None, None, None]], process: _Process) -> None:
     # A grandchild that was left may hold a pipe open for ever: it is given a moment, no more.
-    with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-        await asyncio.wait_for(pipes, GRACE if process.returncode == 0 else 1.0)
-    _close_pipes(process)
+    try:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(pipes, min(GRACE, 1.0))
+    finally:
+        process.transport.close()
 
 
-def _close_pipes(process: asyncio.subprocess.Process) -> None:
-    transport = getattr(process, "_transport", None)
-    if transport is not None:
-        transport.close()
-
-
-async def _end_group(process: asyncio.subprocess.Process, grace: float) -> None:
+async def _end_group(process: _Process, grace: float) -> None:
     """Ends a child and all of its session's group; the group's id is the child's pid."""
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -302,6 +347,21 @@ async def _end_group(process: asyncio.subprocess.Process, grace: float) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+async def _abandon(process: _Process) -> None:
+    try:
+        await _end_group(process, GRACE)
+    finally:
+        process.transport.close()
+
+
+def _cannot_start(program: str, reason: str | None) -> errors.CommandFailed:
+    return errors.CommandFailed(
+        f"{program} cannot be started: {reason}; is it installed and on PATH?",
+        program=program,
+        reason=reason,
+    )
+
+
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else "it printed nothing on stderr"
+    return lines[-1].strip()[-500:] if lines else "it printed nothing on stderr"

@@ -105,6 +105,8 @@ CREATE TABLE jobs (
     correlation_id text NOT NULL,
     status_updates boolean NOT NULL DEFAULT false,
     parent_job uuid,
+    -- Whether its deadline had passed when its attempt began, by this database's clock.
+    overdue boolean NOT NULL DEFAULT false,
     -- Why it is refused although it was stored: found when it was accepted.
     refusal jsonb,
     result jsonb,
@@ -148,27 +150,52 @@ CREATE TABLE outbox (
     job_id uuid REFERENCES jobs ON DELETE CASCADE,
     reply_only boolean NOT NULL DEFAULT false,
     volume_id uuid,
+    -- The last event of a volume whose record is gone.
     volume_gone jsonb,
     letter bytea,
     letter_properties jsonb,
     created_at timestamptz NOT NULL DEFAULT now()
 );
 
--- A volume as callers see it, and the columns that only workers use.
+-- Times as the contract has them: RFC 3339 in UTC.
+CREATE FUNCTION rfc3339(t timestamptz) RETURNS text
+    LANGUAGE sql STABLE PARALLEL SAFE
+    RETURN to_char(t AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"');
+
+CREATE FUNCTION attachment_record(a attachments) RETURNS jsonb
+    LANGUAGE sql STABLE
+    RETURN jsonb_build_object(
+        'id', a.id, 'volume_id', a.volume_id, 'instance_uuid', a.instance_uuid,
+        'host_name', a.host_name, 'mountpoint', a.mountpoint, 'mode', a.mode,
+        'status', a.status, 'created_at', rfc3339(a.created_at));
+
+-- The Volume record of the contract, as it is sent.
 CREATE FUNCTION volume_record(v volumes) RETURNS jsonb
     LANGUAGE sql STABLE
-    RETURN to_jsonb(v) || jsonb_build_object(
-        'exported', v.export <> 'none',
+    RETURN jsonb_build_object(
+        'id', v.id, 'name', v.name, 'address', v.address, 'size_bytes', v.size_bytes,
+        'status', v.status, 'migration_status', v.migration_status,
+        'attach_status', v.attach_status, 'metadata', v.metadata,
+        'provider_location', v.provider_location, 'source', v.source,
+        'user_id', v.user_id, 'project_id', v.project_id, 'exported', v.export <> 'none',
+        'created_at', rfc3339(v.created_at), 'updated_at', rfc3339(v.updated_at),
         'attachments', coalesce((
-            SELECT jsonb_agg(to_jsonb(a) ORDER BY a.created_at, a.id)
+            SELECT jsonb_agg(attachment_record(a) ORDER BY a.created_at, a.id)
             FROM attachments a WHERE a.volume_id = v.id), '[]'),
         'connections', coalesce((
             SELECT jsonb_agg(
                 jsonb_build_object(
                     'id', c.id, 'volume_id', c.volume_id, 'connector_host', c.connector_host,
-                    'access_mode', c.access_mode, 'created_at', c.created_at)
+                    'access_mode', c.access_mode, 'created_at', rfc3339(c.created_at))
                 ORDER BY c.created_at, c.id)
-            FROM connections c WHERE c.volume_id = v.id AND c.state <> 'ended'), '[]'));
+            FROM connections c WHERE c.volume_id = v.id AND c.state <> 'ended'), '[]'))
+        || CASE WHEN v.error IS NULL THEN '{}' ELSE jsonb_build_object('error', v.error) END;
+
+-- The body of a volume's event.
+CREATE FUNCTION volume_event(v volumes) RETURNS jsonb
+    LANGUAGE sql STABLE
+    RETURN jsonb_build_object(
+        'at', rfc3339(v.updated_at), 'seq', v.seq, 'volume', volume_record(v));
 
 CREATE FUNCTION conflicts(a "char", b "char") RETURNS boolean
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
@@ -259,7 +286,7 @@ CREATE FUNCTION accept_jobs(
     p_ids uuid[], p_methods text[], p_addresses text[], p_slots text[],
     p_bodies bytea[], p_properties jsonb[], p_fingerprints bytea[],
     p_deadlines timestamptz[], p_reply_to text[], p_correlation_ids text[],
-    p_status_updates boolean[], p_parents uuid[], p_checks jsonb[]
+    p_status_updates boolean[], p_parents uuid[], p_checks jsonb
 ) RETURNS TABLE (verdict verdict, job jobs, outbox_id bigint)
     LANGUAGE plpgsql AS $$
 DECLARE
@@ -268,7 +295,7 @@ DECLARE
     starts boolean;
 BEGIN
     PERFORM lock_volumes(array(
-        SELECT (c ->> 'volume_id')::uuid FROM unnest(p_checks) checks,
+        SELECT (c ->> 'volume_id')::uuid FROM jsonb_array_elements(p_checks) checks,
             jsonb_array_elements(checks) c));
     FOR i IN 1 .. cardinality(p_ids) LOOP
         verdict := 'queued';
@@ -279,7 +306,7 @@ BEGIN
         ) VALUES (
             p_ids[i], p_methods[i], p_addresses[i], p_slots[i], 'queued', p_bodies[i],
             p_properties[i], p_fingerprints[i],
-            array(SELECT (c ->> 'volume_id')::uuid FROM jsonb_array_elements(p_checks[i]) c),
+            array(SELECT (c ->> 'volume_id')::uuid FROM jsonb_array_elements(p_checks -> (i - 1)) c),
             p_deadlines[i], p_reply_to[i], p_correlation_ids[i], p_status_updates[i], p_parents[i]
         ) ON CONFLICT (id) DO NOTHING RETURNING jobs.* INTO job;
         IF NOT FOUND THEN
@@ -305,7 +332,7 @@ BEGIN
         END IF;
 
         why := NULL;
-        FOR item IN SELECT jsonb_array_elements(p_checks[i]) LOOP
+        FOR item IN SELECT jsonb_array_elements(p_checks -> (i - 1)) LOOP
             why := coalesce(why, refusal(job.id, job.address, job.parent_job, item));
         END LOOP;
         IF why IS NOT NULL THEN
@@ -313,7 +340,7 @@ BEGIN
         ELSE
             INSERT INTO job_locks (volume_id, job_id, seq, mode, held)
             SELECT (c ->> 'volume_id')::uuid, job.id, job.seq, (c ->> 'mode')::"char", false
-            FROM jsonb_array_elements(p_checks[i]) c;
+            FROM jsonb_array_elements(p_checks -> (i - 1)) c;
             starts := NOT must_wait(job.id, job.seq, job.parent_job)
                 AND CASE job.slot WHEN 'data' THEN p_data > 0 ELSE p_control > 0 END;
         END IF;
@@ -321,7 +348,7 @@ BEGIN
             UPDATE jobs SET
                 state = 'running', attempt = 1, owner = p_owner,
                 lease_token = nextval('lease_tokens'), lease_until = now() + p_lease,
-                started_at = now(), refusal = why
+                started_at = now(), overdue = coalesce(deadline < now(), false), refusal = why
             WHERE id = job.id RETURNING * INTO job;
             IF why IS NULL THEN
                 UPDATE job_locks SET held = true WHERE job_id = job.id;
@@ -371,7 +398,8 @@ BEGIN
         UPDATE jobs SET
             state = 'running', attempt = attempt + 1, owner = p_owner,
             lease_token = nextval('lease_tokens'), lease_until = now() + p_lease,
-            started_at = coalesce(started_at, now()), version = version + 1
+            started_at = coalesce(started_at, now()),
+            overdue = coalesce(deadline < now(), false), version = version + 1
         WHERE id = candidate
             AND ((state = 'queued' AND NOT must_wait(id, seq, parent_job))
                 OR (state = 'running' AND lease_until < now()))

@@ -57,7 +57,9 @@ SELECT * FROM connections WHERE volume_id = $1 AND state <> 'ended' ORDER BY cre
 
 -- name: exported_volumes
 -- What a backend has to serve. $1 address.
-SELECT volume_record(volumes) AS volume FROM volumes WHERE address = $1 AND export <> 'none' ORDER BY id;
+SELECT volume_record(volumes) AS record, volumes.* FROM volumes
+WHERE address = $1 AND export <> 'none'
+ORDER BY id;
 
 -- name: served_connections
 -- The connections of a backend that its target serves. $1 address.

@@ -3,8 +3,8 @@
 -- name: accept_jobs
 -- Stores a batch of requests; the parameters are those of the function, see the migrations.
 SELECT * FROM accept_jobs(
-    $1, make_interval(secs => $2), $3, $4, $5, $6, $7, $8, $9, $10::text[]::jsonb[], $11, $12, $13,
-    $14, $15, $16, $17::text[]::jsonb[]);
+    $1, make_interval(secs => $2), $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13,
+    $14, $15, $16, $17);
 
 -- name: claim_jobs
 -- Takes jobs to run. $1 owner, $2 lease in seconds, $3 $4 free control and data slots, $5 addresses.
@@ -19,17 +19,10 @@ RETURNING id;
 -- name: finish_job
 -- Ends a job together with what becomes of its volume, and notes what has to be told.
 -- $1 job, $2 fencing token, $3 state, $4 result, $5 error, $6 connection whose secrets belong into
--- the result, $7 owner, $8 volume change: id, drop, and the columns to set.
-WITH done AS (
-    UPDATE jobs SET
-        state = $3, result = $4, error = $5, connection_id = $6, finished_at = now(),
-        owner = NULL, lease_until = NULL, endings = endings + 1, version = version + 1,
-        first_failed_at = CASE WHEN $5::jsonb IS NULL THEN first_failed_at
-            ELSE coalesce(first_failed_at, now()) END
-    WHERE id = $1 AND lease_token = $2 AND state = 'running'
-    RETURNING jobs.*
-), unlocked AS (
-    DELETE FROM job_locks USING done WHERE job_locks.job_id = done.id
+-- the result, $7 owner, $8 volume change: id, drop, and the columns to set, $9 whether the result is
+-- the changed volume's record.
+WITH mine AS (
+    SELECT id FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR UPDATE
 ), changed AS (
     UPDATE volumes SET
         status = coalesce($8::jsonb ->> 'status', status),
@@ -41,32 +34,45 @@ WITH done AS (
         metadata = coalesce($8::jsonb -> 'metadata', metadata),
         error = CASE WHEN $8::jsonb ? 'error'
             THEN nullif($8::jsonb -> 'error', 'null') ELSE error END,
-        status_job = NULL, previous_status = NULL, seq = volumes.seq + 1, updated_at = now()
-    FROM done
+        status_job = NULL, previous_status = NULL, seq = seq + 1, updated_at = now()
+    FROM mine
     WHERE volumes.id = ($8::jsonb ->> 'id')::uuid AND NOT $8::jsonb ? 'drop'
-    RETURNING volumes.*
+    RETURNING volumes AS volume
 ), dropped AS (
-    DELETE FROM volumes USING done
+    DELETE FROM volumes USING mine
     WHERE volumes.id = ($8::jsonb ->> 'id')::uuid AND $8::jsonb ? 'drop'
-    RETURNING volumes.*
+    RETURNING volumes AS volume
 ), gone AS (
-    SELECT to_jsonb(dropped) || jsonb_build_object(
-        'status', 'deleted', 'seq', dropped.seq + 1, 'updated_at', now(), 'exported', false,
-        'attachments', '[]'::jsonb, 'connections', '[]'::jsonb) AS record
+    SELECT (volume).id, jsonb_build_object(
+        'at', rfc3339(now()), 'seq', (volume).seq + 1,
+        'volume', volume_record(volume) || jsonb_build_object(
+            'status', 'deleted', 'updated_at', rfc3339(now()), 'exported', false,
+            'attachments', '[]'::jsonb, 'connections', '[]'::jsonb)) AS event
     FROM dropped
+), done AS (
+    UPDATE jobs SET
+        state = $3, error = $5, connection_id = $6,
+        result = CASE WHEN $9 THEN (SELECT volume_record(volume) FROM changed) ELSE $4 END,
+        finished_at = now(), owner = NULL, lease_until = NULL, endings = endings + 1,
+        version = version + 1,
+        first_failed_at = CASE WHEN $5::jsonb IS NULL THEN first_failed_at
+            ELSE coalesce(first_failed_at, now()) END
+    FROM mine WHERE jobs.id = mine.id
+    RETURNING jobs.*
+), unlocked AS (
+    DELETE FROM job_locks USING mine WHERE job_locks.job_id = mine.id
 ), told AS (
     INSERT INTO outbox (owner, address, job_id, volume_id, volume_gone)
-    SELECT $7, done.address, done.id, (SELECT id FROM changed), (SELECT record FROM gone)
+    SELECT $7, done.address, done.id,
+        coalesce((SELECT id FROM gone), (SELECT (volume).id FROM changed)),
+        (SELECT event FROM gone)
     FROM done
     RETURNING id
 )
 SELECT
     done.*,
     (SELECT id FROM told) AS outbox_id,
-    coalesce(
-        (SELECT record FROM gone),
-        (SELECT volume_record(changed::volumes) FROM changed)
-    ) AS volume
+    coalesce((SELECT event FROM gone), (SELECT volume_event(volume) FROM changed)) AS event
 FROM done;
 
 -- name: requeue_job

@@ -4,7 +4,7 @@
 -- Keeps messages that never became jobs, to be dead-lettered. $1 owner, $2 addresses, $3 bodies,
 -- $4 properties.
 INSERT INTO outbox (owner, address, letter, letter_properties)
-SELECT $1, * FROM unnest($2::text[], $3::bytea[], $4::text[]::jsonb[])
+SELECT $1, * FROM unnest($2::text[], $3::bytea[], $4::jsonb[])
 RETURNING id;
 
 -- name: pending_outbox
@@ -12,7 +12,7 @@ RETURNING id;
 -- $3 ids to leave out, $4 how many.
 SELECT
     outbox.*, to_jsonb(jobs) - 'body' AS job, jobs.body AS job_body,
-    coalesce(outbox.volume_gone, volume_record(volumes)) AS volume
+    coalesce(outbox.volume_gone, volume_event(volumes)) AS event
 FROM outbox
     LEFT JOIN jobs ON jobs.id = outbox.job_id
     LEFT JOIN volumes ON volumes.id = outbox.volume_id

@@ -2,11 +2,11 @@
 
 -- name: get_volume
 -- One volume. $1 id.
-SELECT volume_record(volumes) AS volume FROM volumes WHERE id = $1;
+SELECT volume_record(volumes) AS record, volumes.* FROM volumes WHERE id = $1;
 
 -- name: list_volumes
 -- Volumes by id. $1 address or null for all, $2 status or null, $3 the last id seen or null, $4 how many.
-SELECT volume_record(volumes) AS volume FROM volumes
+SELECT volume_record(volumes) AS record, volumes.* FROM volumes
 WHERE ($1::text IS NULL OR address = $1)
     AND ($2::text IS NULL OR status = $2)
     AND ($3::uuid IS NULL OR id > $3)
@@ -25,7 +25,7 @@ INSERT INTO volumes (
 SELECT $3, $4, $7, $5, 'creating', $6, $1, $1 FROM mine
 ON CONFLICT (id) DO UPDATE SET updated_at = now()
     WHERE volumes.created_by = $1 AND volumes.status = 'creating'
-RETURNING volume_record(volumes) AS volume;
+RETURNING volume_record(volumes) AS record, volumes.*;
 
 -- name: forget_volume
 -- Removes the record of a volume of which nothing was made. $1 job, $2 fencing token, $3 id.
@@ -46,7 +46,7 @@ UPDATE volumes SET
     seq = seq + 1, updated_at = now()
 FROM mine
 WHERE id = $3 AND (status = ANY ($4::text[]) OR status_job = $1)
-RETURNING volume_record(volumes) AS volume;
+RETURNING volume_record(volumes) AS record, volumes.*;
 
 -- name: set_export
 -- Records who asked for a volume's export, before it is made. $1 job, $2 fencing token, $3 volume,
@@ -61,7 +61,7 @@ UPDATE volumes SET
     seq = seq + 1, updated_at = now()
 FROM mine
 WHERE id = $3
-RETURNING volume_record(volumes) AS volume;
+RETURNING volume_record(volumes) AS record, volumes.*;
 
 -- name: begin_attachment
 -- Records an attachment; the one that is there already will do. $1 job, $2 fencing token, $3 id,
@@ -72,13 +72,13 @@ WITH mine AS (
 INSERT INTO attachments (id, volume_id, instance_uuid, host_name, mountpoint, mode, status)
 SELECT $3, $4, $5, $6, $7, $8, 'attaching' FROM mine
 ON CONFLICT (id) DO UPDATE SET status = attachments.status
-RETURNING to_jsonb(attachments) AS attachment;
+RETURNING attachment_record(attachments) AS attachment;
 
 -- name: set_attachment
 -- Changes an attachment's status. $1 job, $2 fencing token, $3 attachment, $4 status.
 UPDATE attachments SET status = $4 FROM jobs
 WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running' AND attachments.id = $3
-RETURNING to_jsonb(attachments) AS attachment;
+RETURNING attachment_record(attachments) AS attachment;
 
 -- name: end_attachments
 -- Removes a volume's attachment, or all of them. $1 job, $2 fencing token, $3 volume,

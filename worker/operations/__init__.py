@@ -1,1 +1,17 @@
-"""One function a method: what the worker does when a job runs."""
+"""What the worker does for each method: its needs, its slot, and the function that does it."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from worker.operations import attachments, connections, copies, exports, stats, volumes
+from worker.operations.base import Operation
+
+OPERATIONS: Final[Mapping[str, Operation]] = {
+    **volumes.OPERATIONS,
+    **exports.OPERATIONS,
+    **connections.OPERATIONS,
+    **attachments.OPERATIONS,
+    **copies.OPERATIONS,
+    **stats.OPERATIONS,
+}
+"""Every method that is carried out by a job."""

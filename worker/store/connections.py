@@ -1,11 +1,12 @@
 """Connections: recorded before they are made, ended after they are undone."""
 
+import copy
 import dataclasses
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from messages import errors, requests, resources
+from messages import errors, redaction, requests, resources
 from worker.store import database, jobs, volumes
 
 
@@ -22,6 +23,7 @@ class Connection:
     driver_volume_type: str | None
     data: Mapping[str, Any] | None
     credentials: Mapping[str, Any] | None = dataclasses.field(repr=False)
+    """``made``: what its target made it from; ``secrets``: values by their place in ``data``."""
 
 
 def _from_row(row: Mapping[str, Any]) -> Connection:
@@ -58,7 +60,7 @@ async def begin(
             connector.properties(),
             connector.mode,
             is_local,
-            dict(credentials),
+            {"made": dict(credentials)},
         )
     )
     if connection.access_mode != connector.mode or connection.is_local != is_local:
@@ -79,7 +81,7 @@ async def live(
     *,
     driver_volume_type: str,
     data: Mapping[str, Any],
-    credentials: Mapping[str, Any],
+    secrets: Mapping[str, str],
 ) -> Connection:
     """Keeps what the target gave for a connection.
 
@@ -93,7 +95,7 @@ async def live(
         connection.id,
         driver_volume_type,
         dict(data),
-        dict(credentials),
+        {**(connection.credentials or {}), "secrets": dict(secrets)},
     )
     return _from_row(row)
 
@@ -147,5 +149,27 @@ async def served(
     by_volume: dict[uuid.UUID, list[Connection]] = {}
     for row in await store.fetch("served_connections", address):
         by_volume.setdefault(row["volume_id"], []).append(_from_row(row))
-    records = [volumes.Volume.model_validate(row["volume"]) for row in exported]
+    records = [volumes.from_row(row) for row in exported]
     return [(volume, by_volume.get(volume.id, [])) for volume in records]
+
+
+def with_secrets(connection: Connection) -> dict[str, Any]:
+    """A connection's data with its secrets filled in: for its connector's eyes alone."""
+    return _fill(connection, lambda secret: secret)
+
+
+def masked(connection: Connection) -> dict[str, Any]:
+    """A connection's data with its secrets masked."""
+    return _fill(connection, lambda _: redaction.MASK)
+
+
+def _fill(connection: Connection, show: Callable[[str], str]) -> dict[str, Any]:
+    data: dict[str, Any] = copy.deepcopy(dict(connection.data or {}))
+    secrets: Mapping[str, str] = (connection.credentials or {}).get("secrets", {})
+    for path, secret in secrets.items():
+        *outer, last = path.split(".")
+        place = data
+        for name in outer:
+            place = place.setdefault(name, {})
+        place[last] = show(secret)
+    return data

@@ -131,9 +131,17 @@ async def connect(
         await database.close()
 
 
+_JSONB_VERSION: Final = b"\x01"
+
+
 async def _set_codecs(connection: Any) -> None:
+    # Binary, since asyncpg takes apart no composite value that has a text codec within.
     await connection.set_type_codec(
-        "jsonb", schema="pg_catalog", encoder=json.dumps, decoder=json.loads
+        "jsonb",
+        schema="pg_catalog",
+        format="binary",
+        encoder=lambda value: _JSONB_VERSION + json.dumps(value).encode(),
+        decoder=lambda data: json.loads(data[1:]),
     )
 
 

@@ -94,6 +94,7 @@ class Job:
     correlation_id: str
     status_updates: bool
     parent_job: uuid.UUID | None
+    overdue: bool
     refusal: Mapping[str, Any] | None
     result: Mapping[str, Any] | None
     error: Mapping[str, Any] | None
@@ -201,14 +202,14 @@ async def accept(
         [job.address for job in new],
         [job.slot for job in new],
         [job.body for job in new],
-        [json.dumps(job.properties) for job in new],
+        [dict(job.properties) for job in new],
         [job.fingerprint for job in new],
         [job.deadline for job in new],
         [job.reply_to for job in new],
         [job.correlation_id for job in new],
         [job.status_updates for job in new],
         [job.parent_job for job in new],
-        [json.dumps([need.to_json() for need in job.needs]) for job in new],
+        [[need.to_json() for need in job.needs] for job in new],
     )
     return [
         Accepted(Verdict(row["verdict"]), from_row(row["job"]), row["outbox_id"]) for row in rows
@@ -256,7 +257,8 @@ class Ended:
 
     job: Job
     outbox_id: int
-    volume: Mapping[str, Any] | None
+    event: Mapping[str, Any] | None
+    """The body of the volume's event."""
 
 
 async def finish(
@@ -272,6 +274,8 @@ async def finish(
 ) -> Ended:
     """Ends a job: its state, its volume, its reply and events, in one statement.
 
+    Without ``result``, a job that succeeded has its volume's record, as changed, for result.
+
     Raises:
         LeaseLost: the job is no longer this worker's.
     """
@@ -285,8 +289,9 @@ async def finish(
         connection_id,
         owner,
         None if change is None else change.to_json(),
+        result is None and error is None,
     )
-    return Ended(from_row(row), row["outbox_id"], row["volume"])
+    return Ended(from_row(row), row["outbox_id"], row["event"])
 
 
 async def requeue(

@@ -1,7 +1,6 @@
 """The outbox table: what has still to be told, until the broker has confirmed it."""
 
 import dataclasses
-import json
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,8 @@ class Entry:
     id: int
     job: jobs.Job | None = None
     reply_only: bool = False
-    volume: Mapping[str, Any] | None = None
+    event: Mapping[str, Any] | None = None
+    """The body of the volume's event."""
     letter: Letter | None = None
 
 
@@ -38,7 +38,7 @@ async def add_letters(
         owner,
         [letter.address for letter in letters],
         [letter.body for letter in letters],
-        [json.dumps(letter.properties) for letter in letters],
+        [dict(letter.properties) for letter in letters],
     )
     return [Entry(row["id"], letter=letter) for row, letter in zip(rows, letters, strict=True)]
 
@@ -66,7 +66,7 @@ def _from_row(row: Mapping[str, Any]) -> Entry:
         row["id"],
         job=None if row["job"] is None else jobs.from_json(row["job"], row["job_body"]),
         reply_only=row["reply_only"],
-        volume=row["volume"],
+        event=row["event"],
         letter=None
         if row["letter"] is None
         else Letter(row["address"], row["letter"], row["letter_properties"]),

@@ -15,24 +15,27 @@ class Volume(resources.Volume):
     seq: int
     export: str
     created_by: uuid.UUID
-    status_job: uuid.UUID | None = None
-    previous_status: VolumeStatus | None = None
+    status_job: uuid.UUID | None
+    previous_status: VolumeStatus | None
 
-    def public(self) -> dict[str, Any]:
-        """The record of the contract, as it is sent."""
-        return to_wire(self)
+    def event(self) -> dict[str, Any]:
+        """The body of its event."""
+        record = resources.Volume.model_validate(self.model_dump()).to_wire()
+        return {"at": record["updated_at"], "seq": self.seq, "volume": record}
 
 
-def to_wire(record: "Volume | Mapping[str, Any]") -> dict[str, Any]:
-    """The Volume record of the contract from what a query gave."""
-    data = dict(record) if isinstance(record, Mapping) else record.model_dump()
-    return resources.Volume.model_validate(data).to_wire()
+def from_row(row: database.Row) -> Volume:
+    """A volume from its row."""
+    return Volume.model_validate({**row["record"], **{name: row[name] for name in _INTERNAL}})
+
+
+_INTERNAL = ("seq", "export", "created_by", "status_job", "previous_status")
 
 
 async def find(store: database.Database, volume_id: uuid.UUID) -> Volume | None:
     """One volume, or None."""
     row = await store.row("get_volume", volume_id)
-    return None if row is None else Volume.model_validate(row["volume"])
+    return None if row is None else from_row(row)
 
 
 async def get(store: database.Database, volume_id: uuid.UUID) -> Volume:
@@ -43,21 +46,39 @@ async def get(store: database.Database, volume_id: uuid.UUID) -> Volume:
     """
     volume = await find(store, volume_id)
     if volume is None:
-        raise errors.VolumeNotFound(f"there is no volume {volume_id}", volume_id=str(volume_id))
+        raise not_found(volume_id)
     return volume
 
 
-async def list_(
+def not_found(volume_id: object) -> errors.VolumeNotFound:
+    """The error that says which volume there is none of."""
+    return errors.VolumeNotFound(f"there is no volume {volume_id}", volume_id=str(volume_id))
+
+
+async def record(store: database.Database, volume_id: uuid.UUID) -> Mapping[str, Any]:
+    """One volume's record, as it is sent.
+
+    Raises:
+        VolumeNotFound: there is none.
+    """
+    row = await store.row("get_volume", volume_id)
+    if row is None:
+        raise not_found(volume_id)
+    found: Mapping[str, Any] = row["record"]
+    return found
+
+
+async def records(
     store: database.Database,
     *,
     address: str | None,
     status: str | None,
     after: uuid.UUID | None,
     limit: int,
-) -> list[Volume]:
-    """Volumes by id."""
+) -> list[Mapping[str, Any]]:
+    """Volumes' records by id, as they are sent."""
     rows = await store.fetch("list_volumes", address, status, after, limit)
-    return [Volume.model_validate(row["volume"]) for row in rows]
+    return [row["record"] for row in rows]
 
 
 async def begin(
@@ -89,7 +110,7 @@ async def begin(
         if await find(store, volume_id) is None:
             raise database.LeaseLost("begin_volume")
         raise errors.VolumeExists(f"volume {volume_id} exists", volume_id=str(volume_id))
-    return Volume.model_validate(row["volume"])
+    return from_row(row)
 
 
 async def forget(store: database.Database, job: jobs.Job, volume_id: uuid.UUID) -> None:
@@ -121,7 +142,7 @@ async def take(
         if now.status in allowed:
             raise database.LeaseLost("take_volume")
         raise invalid_status(volume_id, now.status)
-    return Volume.model_validate(row["volume"])
+    return from_row(row)
 
 
 def invalid_status(volume_id: object, status: str) -> errors.InvalidVolumeStatus:
@@ -146,7 +167,7 @@ async def set_export(
     row = await store.own(
         "set_export", job.id, job.lease_token, volume_id, export, provider_location
     )
-    return Volume.model_validate(row["volume"])
+    return from_row(row)
 
 
 async def begin_attachment(

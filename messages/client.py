@@ -1,0 +1,264 @@
+"""A client for schedulers, the command line, and workers that call each other.
+
+    async with client.Client("amqp://guest:guest@127.0.0.1/") as volumes:
+        volume = await volumes.call(
+            "create_volume", "host-a@fast", {"volume": {"name": "v", "size_bytes": 2**30}}
+        )
+
+A call survives the loss of its connection: it is sent again under the same ``message_id``, which
+the worker knows to be the same request, and whose stored result it gives.
+"""
+
+import asyncio
+import contextlib
+import datetime
+import json
+import types
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, Self
+
+import aio_pika
+import aio_pika.abc
+import pydantic
+import structlog
+
+from messages import envelope, errors, link, replies, requests, topology
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_TIMEOUT: Final = 60.0
+REPLY_QUEUE_EXPIRES: Final = 30 * 60 * 1000
+"""Milliseconds that a reply queue outlives its client, so that a short cut loses no reply."""
+
+OnStatus = Callable[[Mapping[str, Any]], Awaitable[None] | None]
+
+
+class _Call:
+    """A call that waits for its result."""
+
+    def __init__(self, on_status: OnStatus | None) -> None:
+        self.result: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        self.on_status = on_status
+
+
+class Client:
+    """Sends requests; an asynchronous context manager.
+
+    Args:
+        broker_url: ``amqp://USER:PASSWORD@HOST:PORT/VHOST``.
+        namespace: the installation's.
+        name: shown by the broker's management.
+    """
+
+    def __init__(
+        self,
+        broker_url: str | pydantic.SecretStr,
+        *,
+        namespace: str = "volume",
+        name: str = "volume-worker client",
+    ) -> None:
+        url = pydantic.SecretStr(broker_url) if isinstance(broker_url, str) else broker_url
+        self._topology = topology.Topology(namespace)
+        self._reply_queue = f"reply-{uuid.uuid4()}"
+        self._calls: dict[str, _Call] = {}
+        self._publisher = link.Publisher(url, name)
+        self._replies = link.Link(url, f"{name} (replies)", self._consume_replies)
+        self._lost = asyncio.Event()
+        self._queue: aio_pika.abc.AbstractQueue | None = None
+        self._consumer_tag = ""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [
+            asyncio.create_task(self._publisher.link.run()),
+            asyncio.create_task(self._replies.run()),
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        if self._queue is not None and self._replies.is_up:
+            with contextlib.suppress(*link.AWAY):
+                await self._queue.cancel(self._consumer_tag, timeout=3)
+                await self._queue.delete(if_unused=False, if_empty=False, timeout=3)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def call(
+        self,
+        method: str,
+        address: str,
+        args: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        message_id: uuid.UUID | None = None,
+        parent_job: uuid.UUID | None = None,
+        on_status: OnStatus | None = None,
+    ) -> Mapping[str, Any]:
+        """Sends a request and waits for its result, ``timeout`` seconds at most.
+
+        ``on_status`` is called with each status message. The job's id is ``message_id``.
+
+        Raises:
+            NoSuchAddress: no queue is bound for the address.
+            ReplyTimeout: no result came in time; ``details["job_id"]`` tells what to ask for.
+            Unreachable: the broker stayed away.
+            VolumeWorkerError: the worker's answer, by its class.
+        """
+        identity = message_id or uuid.uuid4()
+        correlation = str(uuid.uuid4())
+        call = self._calls[correlation] = _Call(on_status)
+        message = self._message(
+            method,
+            args,
+            identity,
+            reply_to=self._reply_queue,
+            correlation_id=correlation,
+            deadline=timeout,
+            parent_job=parent_job,
+            status_updates=on_status is not None,
+        )
+        sent = False
+        try:
+            async with asyncio.timeout(timeout):
+                while not call.result.done():
+                    await self._replies.ready()
+                    if await self._send(message, address):
+                        sent = True
+                        await self._result_or_loss(call)
+        except TimeoutError:
+            if not sent:
+                raise errors.Unreachable(
+                    f"the broker took no request within {timeout:g} s; is broker_url right?"
+                ) from None
+            raise errors.ReplyTimeout(
+                f"no result within {timeout:g} s; ask for it with get_job {identity}",
+                job_id=str(identity),
+            ) from None
+        finally:
+            del self._calls[correlation]
+        return _unpack(call.result.result())
+
+    async def cast(
+        self,
+        method: str,
+        address: str,
+        args: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        message_id: uuid.UUID | None = None,
+    ) -> uuid.UUID:
+        """Sends a request that nobody waits for; returns the job's id once the broker has it.
+
+        Raises:
+            NoSuchAddress: no queue is bound for the address.
+            Unreachable: the broker stayed away.
+        """
+        identity = message_id or uuid.uuid4()
+        message = self._message(method, args, identity)
+        try:
+            async with asyncio.timeout(timeout):
+                while not await self._send(message, address):
+                    pass
+        except TimeoutError:
+            raise errors.Unreachable(
+                f"the broker took no request within {timeout:g} s; is broker_url right?"
+            ) from None
+        return identity
+
+    def _message(
+        self,
+        method: str,
+        args: Mapping[str, Any] | None,
+        identity: uuid.UUID,
+        *,
+        reply_to: str | None = None,
+        correlation_id: str | None = None,
+        deadline: float | None = None,
+        parent_job: uuid.UUID | None = None,
+        status_updates: bool = False,
+    ) -> aio_pika.Message:
+        major, minor = requests.VERSION
+        body = {"method": method, "version": f"{major}.{minor}", "args": dict(args or {})}
+        headers: dict[str, Any] = {}
+        if deadline is not None:
+            moment = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=deadline)
+            headers["deadline"] = moment.isoformat()
+        if parent_job is not None:
+            headers["parent-job"] = str(parent_job)
+        if status_updates:
+            headers["status-updates"] = True
+        return aio_pika.Message(
+            json.dumps(body).encode(),
+            headers=headers,
+            content_type=envelope.CONTENT_TYPE,
+            delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
+            message_id=str(identity),
+            reply_to=reply_to,
+            correlation_id=correlation_id,
+        )
+
+    async def _send(self, message: aio_pika.Message, address: str) -> bool:
+        """Publishes a request; False where it has to be tried again."""
+        await self._publisher.link.ready()
+        try:
+            await self._publisher.publish(
+                message, exchange=self._topology.requests, routing_key=address, mandatory=True
+            )
+        except link.Unroutable:
+            raise errors.NoSuchAddress(
+                f"there is no backend {address!r} in namespace {self._topology.namespace!r}: "
+                "no worker has ever served it"
+            ) from None
+        except errors.Unreachable:
+            await asyncio.sleep(0.2)
+            return False
+        return True
+
+    async def _result_or_loss(self, call: _Call) -> None:
+        """Waits for the result, or until replies may have been lost."""
+        lost: asyncio.Task[Any] = asyncio.create_task(self._lost.wait())
+        try:
+            await asyncio.wait([call.result, lost], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            lost.cancel()
+
+    async def _consume_replies(self, connection: aio_pika.abc.AbstractConnection) -> None:
+        channel = await connection.channel()
+        await channel.set_qos(prefetch_count=100)
+        self._queue = await channel.declare_queue(
+            self._reply_queue, durable=True, arguments={"x-expires": REPLY_QUEUE_EXPIRES}
+        )
+        self._lost.clear()
+        connection.close_callbacks.add(lambda *_: self._lost.set())
+        self._consumer_tag = await self._queue.consume(self._take_reply, no_ack=True)
+
+    async def _take_reply(self, message: aio_pika.abc.AbstractIncomingMessage) -> None:
+        call = self._calls.get(message.correlation_id or "")
+        if call is None or call.result.done():
+            return  # the caller has stopped waiting, or has had this result already
+        try:
+            body = json.loads(message.body)
+        except ValueError:
+            log.warning("client.reply_unreadable", correlation_id=message.correlation_id)
+            return
+        if message.type == replies.ReplyType.STATUS:
+            if call.on_status is not None:
+                answer = call.on_status(body)
+                if answer is not None:
+                    await answer
+        else:
+            call.result.set_result(body)
+
+
+def _unpack(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    if body.get("ok"):
+        result: Mapping[str, Any] = body["result"]
+        return result
+    raise errors.from_wire(body.get("error") or {})

@@ -1,0 +1,118 @@
+"""Dead letters: messages kept as they came, with why they failed."""
+
+import base64
+import datetime
+from collections.abc import Mapping
+from typing import Any, Final
+
+import aio_pika
+import aio_pika.abc
+
+from messages import errors, redaction
+
+REASON_HEADERS: Final = (
+    "reason",
+    "origin",
+    "job-id",
+    "attempts",
+    "first-failed-at",
+    "last-error",
+)
+"""Headers that a worker adds to a dead letter."""
+
+_PLAIN: Final = (
+    "content_type",
+    "content_encoding",
+    "priority",
+    "correlation_id",
+    "reply_to",
+    "message_id",
+    "type",
+    "user_id",
+    "app_id",
+)
+
+
+def keep_properties(message: aio_pika.abc.AbstractIncomingMessage) -> dict[str, Any]:
+    """A message's AMQP properties as JSON data, to be given back by :func:`restore`."""
+    kept = {name: _encode(getattr(message, name)) for name in _PLAIN}
+    kept["headers"] = _encode(message.headers or {})
+    return {name: value for name, value in kept.items() if value is not None}
+
+
+def restore(
+    body: bytes, properties: Mapping[str, Any], added_headers: Mapping[str, Any]
+) -> aio_pika.Message:
+    """The message as it came, with headers added; headers of an earlier death are replaced."""
+    headers = {
+        name: value
+        for name, value in _decode(properties.get("headers", {})).items()
+        if name not in REASON_HEADERS and not name.startswith("x-")
+    }
+    plain = {name: _decode(properties[name]) for name in _PLAIN if name in properties}
+    # The broker checks user_id against the connection's own user, and would refuse the letter.
+    plain.pop("user_id", None)
+    return aio_pika.Message(
+        body,
+        headers={**headers, **{k: v for k, v in added_headers.items() if v is not None}},
+        delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
+        **plain,
+    )
+
+
+def reason_headers(
+    *,
+    error: errors.VolumeWorkerError | Mapping[str, Any],
+    origin: str,
+    job_id: object = None,
+    attempts: int = 0,
+    first_failed_at: datetime.datetime | None = None,
+) -> dict[str, Any]:
+    """The headers that say why a message is a dead letter; they hold no secret."""
+    wire = error.to_wire() if isinstance(error, errors.VolumeWorkerError) else error
+    moment = first_failed_at or datetime.datetime.now(datetime.UTC)
+    return {
+        "reason": str(wire["code"]),
+        "origin": origin,
+        "job-id": None if job_id is None else str(job_id),
+        "attempts": attempts,
+        "first-failed-at": moment.astimezone(datetime.UTC).isoformat(),
+        "last-error": redaction.mask_text(str(wire["message"]))[:1000],
+    }
+
+
+def _encode(value: Any) -> Any:
+    """JSON data; what JSON or PostgreSQL's jsonb cannot hold becomes ``{"$kind": text}``."""
+    match value:
+        case None | bool() | int() | float():
+            return value
+        case str() if "\0" not in value:
+            return value
+        case str():
+            return {"$text": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
+        case bytes() | bytearray():
+            return {"$bytes": base64.b64encode(value).decode()}
+        case datetime.datetime():
+            return {"$time": value.isoformat()}
+        case Mapping():
+            return {str(name).replace("\0", ""): _encode(member) for name, member in value.items()}
+        case list() | tuple():
+            return [_encode(member) for member in value]
+        case _:
+            return str(value).replace("\0", "")
+
+
+def _decode(value: Any) -> Any:
+    match value:
+        case {"$text": str(text)}:
+            return base64.b64decode(text).decode("utf-8", "surrogatepass")
+        case {"$bytes": str(text)}:
+            return base64.b64decode(text)
+        case {"$time": str(text)}:
+            return datetime.datetime.fromisoformat(text)
+        case Mapping():
+            return {name: _decode(member) for name, member in value.items()}
+        case list():
+            return [_decode(member) for member in value]
+        case _:
+            return value

@@ -1,0 +1,121 @@
+"""One backend at work: its driver and its target, and whether they are set up."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import structlog
+
+from messages import errors, topology
+from worker import plugins, process, settings
+from worker.drivers import base as drivers
+from worker.targets import base as targets
+
+log = structlog.get_logger(__name__)
+
+GIB: Final = 1024**3
+
+
+class Backend:
+    """A driver and its target under one address.
+
+    Until :meth:`set_up` has succeeded, :meth:`require` refuses work.
+    """
+
+    def __init__(
+        self,
+        configured: settings.Backend,
+        *,
+        host: str,
+        execute: process.Executor,
+        state_dir: pathlib.Path,
+    ) -> None:
+        self.address = topology.address(host, configured.name)
+        self.name = configured.name
+        self.options = configured.options
+        own_dir = state_dir / "backends" / configured.name
+        own_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        driver_class = plugins.load("drivers", configured.driver)
+        target_class = plugins.load("targets", configured.target)
+        self.driver: drivers.Driver = driver_class(
+            drivers.Context(host, configured.name, configured.options, execute, own_dir)
+        )
+        self.target: targets.Target = target_class(
+            targets.Context(host, configured.name, configured.options, execute, own_dir)
+        )
+        self.error: errors.VolumeWorkerError | None = errors.DriverNotInitialized(
+            f"backend {self.address} is being set up"
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Whether the last set-up succeeded."""
+        return self.error is None
+
+    def require(self) -> None:
+        """Raises ``DriverNotInitialized`` while the backend is not set up."""
+        if self.error is not None:
+            raise errors.DriverNotInitialized(
+                f"backend {self.address} is not set up: {self.error.message}",
+                address=self.address,
+                cause=self.error.code,
+            )
+
+    async def set_up(self) -> None:
+        """Tries to set the driver and the target up, once.
+
+        Raises: what keeps the backend from working; it is kept for :meth:`require`.
+        """
+        try:
+            await self.driver.do_setup()
+            await self.driver.check_for_setup_error()
+            await self.target.do_setup()
+        except errors.VolumeWorkerError as error:
+            self.error = error
+            raise
+        except Exception as error:
+            self.error = errors.Internal(f"{type(error).__name__}: {error}")
+            raise
+
+    def mark_ready(self) -> None:
+        """Opens the backend for work: it is set up, and what was exported is served again."""
+        self.error = None
+
+    async def stats(self, *, refresh: bool = False) -> dict[str, Any]:
+        """The stats fields of Cinder, capacities also in bytes."""
+        found = await self.driver.get_volume_stats(refresh=refresh)
+        return {
+            "address": self.address,
+            "volume_backend_name": self.options.volume_backend_name or self.name,
+            "vendor_name": self.driver.vendor_name,
+            "driver_version": self.driver.VERSION,
+            "storage_protocol": self.target.storage_protocol,
+            "reserved_percentage": self.options.reserved_percentage,
+            "max_over_subscription_ratio": self.options.max_over_subscription_ratio,
+            "QoS_support": False,
+            "backend_state": "up" if self.ready else "down",
+            **found,
+            **_in_gib(found),
+            "online_extend_support": bool(
+                found.get("online_extend_support", False) and self.target.extends_online
+            ),
+        }
+
+    async def close(self) -> None:
+        """Lets go of the driver and the target; what is served stays served."""
+        for part in (self.driver, self.target):
+            try:
+                await part.close()
+            except Exception:
+                log.exception("backend.close_failed", address=self.address)
+
+
+def _in_gib(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Cinder's names for the capacities: ``total_capacity_gb`` beside ``total_capacity_bytes``."""
+    return {
+        name.replace("_bytes", "_gb"): round(value / GIB, 2)
+        if isinstance(value, int | float)
+        else value
+        for name, value in stats.items()
+        if name.endswith("_capacity_bytes")
+    }

@@ -1,0 +1,287 @@
+"""Requests, from the broker's frame to the stored job: checked, stored, then acknowledged.
+
+Many deliveries, one transaction: while one batch is being stored the next one gathers. Reads are
+answered here and leave no job. What cannot be read is answered where it names a reply queue, and
+kept as a dead letter. Nothing that a message holds stops the rest.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import uuid
+from collections.abc import Sequence
+from typing import Final
+
+import aio_pika.abc
+import asyncpg
+import structlog
+
+from messages import envelope, errors, letters, link, replies, requests
+from worker import broker, operations, outbox, reads, runner
+from worker.store import database, jobs
+from worker.store import outbox as outbox_store
+
+log = structlog.get_logger(__name__)
+
+BATCH: Final = 128
+MAX_READS: Final = 64
+"""Reads that are answered at a time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delivery:
+    """A message from the broker, and the address that it was sent to."""
+
+    address: str
+    message: aio_pika.abc.AbstractIncomingMessage
+
+    @property
+    def reply_to(self) -> str | None:
+        """Where an answer would go, read before anything was checked."""
+        return self.message.reply_to or None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Request:
+    """A delivery that was read."""
+
+    delivery: Delivery
+    properties: envelope.Properties
+    body: envelope.Body
+
+
+class Inbox:
+    """Takes deliveries in (:meth:`receive`) and deals with them (:meth:`run`)."""
+
+    def __init__(
+        self,
+        store: database.Database,
+        to: broker.Broker,
+        *,
+        runner: runner.Runner,
+        outbox: outbox.Outbox,
+        reader: reads.Reader,
+        owner: uuid.UUID,
+        max_request_bytes: int,
+    ) -> None:
+        self._store = store
+        self._broker = to
+        self._runner = runner
+        self._outbox = outbox
+        self._reader = reader
+        self._owner = owner
+        self._limit = max_request_bytes
+        self._waiting: collections.deque[Delivery] = collections.deque()
+        self._wake = asyncio.Event()
+        self._reading = asyncio.Semaphore(MAX_READS)
+
+    def receive(self, address: str, message: aio_pika.abc.AbstractIncomingMessage) -> None:
+        """Hands a delivery over; called by the broker's callback, which must not wait."""
+        self._waiting.append(Delivery(address, message))
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Deals with deliveries until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._wake.wait()
+                batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+                if not self._waiting:
+                    self._wake.clear()
+                await self._take(batch, group)
+
+    async def _take(self, batch: Sequence[Delivery], group: asyncio.TaskGroup) -> None:
+        to_store: list[tuple[Delivery, jobs.NewJob]] = []
+        for delivery in batch:
+            try:
+                request = self._read(delivery)
+                new = self._new_job(request)
+            except errors.VolumeWorkerError as error:
+                group.create_task(self._refuse(delivery, error))
+                continue
+            if new is None:
+                group.create_task(self._answer_read(request))
+            else:
+                to_store.append((delivery, new))
+        if to_store:
+            await self._store_all(to_store)
+
+    # Reading
+
+    def _read(self, delivery: Delivery) -> _Request:
+        message = delivery.message
+        if delivery.reply_to and self._broker.names.is_reserved(delivery.reply_to):
+            raise envelope.Malformed(
+                "reply_to must not name a queue of the installation", member="reply_to"
+            )
+        properties = envelope.read_properties(
+            message.message_id, message.reply_to, message.correlation_id, message.headers or {}
+        )
+        body = envelope.read_body(message.body, self._limit, delivery.address)
+        return _Request(delivery, properties, body)
+
+    def _new_job(self, request: _Request) -> jobs.NewJob | None:
+        """The job that a request asks for, or None where it only reads."""
+        method, args = request.body.method, request.body.args
+        if method.kind is requests.Kind.UNSUPPORTED:
+            raise errors.NotSupported(f"{method.name} is not built in this version")
+        if reads.is_read(method, args):
+            return None
+        operation = operations.OPERATIONS[method.name]
+        parent = request.properties.parent_job
+        if parent is not None and not operation.takes_parent:
+            raise errors.InvalidRequest(
+                f"parent-job means nothing to {method.name}", member="parent-job"
+            )
+        properties = request.properties
+        return jobs.NewJob(
+            id=properties.message_id,
+            method=method.name,
+            address=request.delivery.address,
+            slot=operation.slot,
+            body=request.delivery.message.body,
+            properties=letters.keep_properties(request.delivery.message),
+            fingerprint=request.body.fingerprint,
+            deadline=None if method.despite_deadline else properties.deadline,
+            reply_to=properties.reply_to,
+            correlation_id=properties.correlation_id,
+            status_updates=properties.status_updates,
+            parent_job=parent,
+            needs=operation.needs(properties.message_id, args),
+        )
+
+    # Storing
+
+    async def _store_all(self, batch: Sequence[tuple[Delivery, jobs.NewJob]]) -> None:
+        try:
+            accepted = await self._runner.accept([new for _, new in batch])
+        except asyncpg.PostgresError as error:
+            if len(batch) > 1:
+                # One of them is the cause: alone, it is refused alone.
+                for one in batch:
+                    await self._store_all([one])
+                return
+            log.exception("inbox.not_storable", job_id=str(batch[0][1].id))
+            delivery = batch[0][0]
+            await self._refuse(delivery, envelope.Malformed(f"it cannot be stored: {error}"))
+            return
+        except errors.Unreachable:
+            # Not acknowledged, so not lost; the broker's queue is where they wait.
+            log.warning("inbox.database_away", requests=len(batch))
+            self._waiting.extendleft(delivery for delivery, _ in reversed(batch))
+            self._wake.set()
+            await asyncio.sleep(1)
+            return
+        for (delivery, _), stored in zip(batch, accepted, strict=True):
+            await self._acknowledge(delivery)
+            if stored.verdict is jobs.Verdict.REUSED:
+                await self._answer_error(delivery, _reused(), stored.job.id)
+            elif stored.outbox_id is not None:
+                await self._outbox.tell(
+                    outbox_store.Entry(stored.outbox_id, job=stored.job, reply_only=True)
+                )
+
+    # Answering
+
+    async def _answer_read(self, request: _Request) -> None:
+        async with self._reading:
+            properties, method = request.properties, request.body.method
+            try:
+                result = await self._reader.answer(
+                    method.name, request.delivery.address, request.body.args
+                )
+                body = replies.result(properties.message_id, method.name, result)
+            except errors.VolumeWorkerError as error:
+                body = replies.failure(properties.message_id, method.name, error)
+            except Exception:
+                log.exception("read.failed", method=method.name)
+                body = replies.failure(properties.message_id, method.name, errors.Internal())
+            await self._reply(
+                request.delivery, body, properties.message_id, properties.correlation_id
+            )
+            await self._acknowledge(request.delivery)
+
+    async def _refuse(self, delivery: Delivery, error: errors.VolumeWorkerError) -> None:
+        """Answers what never became a job, and keeps it where nobody else would hear of it."""
+        message = delivery.message
+        log.info("request.refused", address=delivery.address, code=error.code, why=error.message)
+        answerable = delivery.reply_to is not None and not self._broker.names.is_reserved(
+            delivery.reply_to
+        )
+        if not answerable or _is_unreadable(error):
+            reasons = letters.reason_headers(error=error, origin=delivery.address)
+            kept = {**letters.keep_properties(message), "reasons": reasons}
+            letter = outbox_store.Letter(delivery.address, message.body, kept)
+            try:
+                entries = await outbox_store.add_letters(self._store, self._owner, [letter])
+            except errors.Unreachable:
+                return  # not acknowledged: it comes again
+            for entry in entries:
+                await self._outbox.tell(entry)
+        if answerable:
+            await self._answer_error(delivery, error, _identity(message.message_id))
+        await self._acknowledge(delivery)
+
+    async def _answer_error(
+        self, delivery: Delivery, error: errors.VolumeWorkerError, job_id: uuid.UUID | None
+    ) -> None:
+        if delivery.reply_to is None:
+            return
+        body = replies.failure(job_id, _method_name(delivery.message.body), error)
+        correlation = delivery.message.correlation_id or delivery.message.message_id or ""
+        await self._reply(delivery, body, job_id or uuid.uuid4(), correlation)
+
+    async def _reply(
+        self, delivery: Delivery, body: dict[str, object], identity: uuid.UUID, correlation: str
+    ) -> None:
+        if delivery.reply_to is None:
+            return
+        message = outbox.reply_message(
+            body, replies.ReplyType.RESULT, replies.reply_id(identity, 0), correlation
+        )
+        try:
+            await self._broker.publish(
+                message,
+                exchange="",
+                routing_key=delivery.reply_to,
+                mandatory=outbox.may_be_mandatory(delivery.reply_to),
+            )
+        except (link.Unroutable, errors.Unreachable) as error:
+            log.warning("reply.undeliverable", reply_to=delivery.reply_to, why=error.message)
+
+    async def _acknowledge(self, delivery: Delivery) -> None:
+        try:
+            await delivery.message.ack()
+        except link.AWAY:
+            # Its channel is gone: it comes again, and is known by its message_id.
+            log.debug("inbox.acknowledge_failed", address=delivery.address)
+
+
+def _reused() -> errors.InvalidRequest:
+    return errors.InvalidRequest(
+        "this message_id belongs to another request; use a new one",
+        member="message_id",
+        reason="message_id_reused",
+    )
+
+
+def _is_unreadable(error: errors.VolumeWorkerError) -> bool:
+    kinds = (envelope.Malformed, errors.UnknownMethod, errors.UnsupportedVersion)
+    return isinstance(error, kinds)
+
+
+def _identity(message_id: str | None) -> uuid.UUID | None:
+    try:
+        return uuid.UUID(message_id or "")
+    except ValueError:
+        return None
+
+
+def _method_name(body: bytes) -> str | None:
+    """What the caller called the method, if that much can be read."""
+    try:
+        data = envelope.parse_json(body)
+    except errors.InvalidRequest:
+        return None
+    name = data.get("method") if isinstance(data, dict) else None
+    return name[:100] if isinstance(name, str) else None

@@ -1,0 +1,97 @@
+"""attach_volume, detach_volume."""
+
+import uuid
+from collections.abc import Mapping
+from typing import Final
+
+from messages import errors, requests, resources
+from messages.resources import AttachStatus, VolumeStatus
+from worker.operations import base
+from worker.store import jobs, volumes
+
+
+async def _attach(context: base.Context) -> base.Outcome:
+    backend = context.backend
+    args: requests.AttachVolume = context.args
+    before = await volumes.get(context.store, args.volume_id)
+    attachment_id = uuid.uuid5(context.job.id, "attachment")
+    for there in before.attachments:
+        if _is_same(there, args) and there.id != attachment_id:
+            return base.Outcome(result=there.to_wire())
+    volume = await context.take(
+        before.id,
+        VolumeStatus.ATTACHING,
+        allowed=[VolumeStatus.AVAILABLE],
+        attach_status=AttachStatus.ATTACHING,
+    )
+    context.on_failure = base.back(volume, attach_status=AttachStatus.DETACHED)
+    await volumes.begin_attachment(
+        context.store,
+        context.job,
+        attachment_id,
+        volume_id=volume.id,
+        instance_uuid=args.instance_uuid,
+        host_name=args.host_name,
+        mountpoint=args.mountpoint,
+        mode=args.mode,
+    )
+    try:
+        await backend.driver.attach_volume(
+            base.reference(volume), args.instance_uuid, args.host_name, args.mountpoint
+        )
+    except BaseException:
+        await volumes.end_attachments(context.store, context.job, volume.id, attachment_id)
+        raise
+    attachment = await volumes.set_attachment(context.store, context.job, attachment_id, "attached")
+    change = jobs.VolumeChange(
+        volume.id, {"status": VolumeStatus.IN_USE, "attach_status": AttachStatus.ATTACHED}
+    )
+    return base.Outcome(result=attachment.to_wire(), change=change)
+
+
+async def _detach(context: base.Context) -> base.Outcome:
+    backend = context.backend
+    args: requests.DetachVolume = context.args
+    before = await volumes.get(context.store, args.volume_id)
+    ours = before.status_job == context.job.id
+    known = {attachment.id for attachment in before.attachments}
+    if args.attachment_id is not None and args.attachment_id not in known and not ours:
+        raise errors.AttachmentNotFound(
+            f"volume {before.id} has no attachment {args.attachment_id}",
+            attachment_id=str(args.attachment_id),
+        )
+    if not known and not ours:
+        return base.Outcome(result={})
+    volume = await context.take(
+        before.id,
+        VolumeStatus.DETACHING,
+        allowed=[VolumeStatus.IN_USE],
+        attach_status=AttachStatus.DETACHING,
+    )
+    context.on_failure = base.back(volume, attach_status=AttachStatus.ATTACHED)
+    await backend.driver.detach_volume(base.reference(volume))
+    await volumes.end_attachments(context.store, context.job, volume.id, args.attachment_id)
+    change = jobs.VolumeChange(
+        volume.id, {"status": VolumeStatus.AVAILABLE, "attach_status": AttachStatus.DETACHED}
+    )
+    return base.Outcome(result={}, change=change)
+
+
+def _is_same(there: resources.Attachment, args: requests.AttachVolume) -> bool:
+    return (
+        there.instance_uuid == args.instance_uuid
+        and there.host_name == args.host_name
+        and there.mountpoint == args.mountpoint
+        and there.mode == args.mode
+    )
+
+
+OPERATIONS: Final[Mapping[str, base.Operation]] = {
+    "attach_volume": base.Operation(
+        _attach,
+        lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL, statuses=base.USABLE)],
+    ),
+    "detach_volume": base.Operation(
+        _detach, lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL)]
+    ),
+}

@@ -1,0 +1,133 @@
+"""What an operation is, and what it works with."""
+
+import dataclasses
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import pydantic
+
+from messages import client, errors, requests, resources
+from messages.resources import VolumeStatus
+from worker import backend
+from worker.connectors import registry
+from worker.drivers import base as drivers
+from worker.store import database, jobs, volumes
+
+USABLE = (VolumeStatus.AVAILABLE, VolumeStatus.IN_USE)
+"""Statuses in which a volume can be connected, exported and copied from."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """A good end. Without ``result``, it is the record of the volume as changed."""
+
+    result: Mapping[str, Any] | None = None
+    change: jobs.VolumeChange | None = None
+    connection_id: uuid.UUID | None = None
+    """The connection whose secrets are to be filled into the result that the caller gets."""
+
+
+@dataclasses.dataclass(slots=True)
+class Context:
+    """What an operation works with."""
+
+    job: jobs.Job
+    args: Any
+    host: str
+    backends: Mapping[str, backend.Backend]
+    store: database.Database
+    remote: client.Client
+    connectors: registry.Registry
+    say_volume: Callable[[Mapping[str, Any]], None]
+    progress: Callable[[resources.Progress], Awaitable[None]]
+    on_failure: jobs.VolumeChange | None = None
+    """What becomes of the volume if the job ends in an error now."""
+
+    @property
+    def backend(self) -> backend.Backend:
+        """The backend that the request was sent to.
+
+        Raises:
+            DriverNotInitialized: it is not set up.
+        """
+        found = self.backends[self.job.address]
+        found.require()
+        return found
+
+    async def take(
+        self,
+        volume_id: uuid.UUID,
+        status: VolumeStatus,
+        *,
+        allowed: Sequence[VolumeStatus],
+        attach_status: resources.AttachStatus | None = None,
+    ) -> volumes.Volume:
+        """Moves a volume into a passing status, and lets it be known."""
+        volume = await volumes.take(
+            self.store,
+            self.job,
+            volume_id,
+            allowed=allowed,
+            status=status,
+            attach_status=attach_status,
+        )
+        self.say_volume(volume.event())
+        return volume
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """How one method is carried out."""
+
+    run: Callable[[Context], Awaitable[Outcome]]
+    needs: Callable[[uuid.UUID, Any], Sequence[jobs.Need]]
+    """The volumes that it needs, from the job's id and arguments."""
+    slot: jobs.Slot = jobs.Slot.CONTROL
+    takes_parent: bool = False
+    """Whether it may run for another job, passing that job's locks."""
+
+
+def parse(job: jobs.Job) -> pydantic.BaseModel:
+    """A stored job's arguments; they were checked when it was accepted."""
+    return requests.parse_args(requests.METHODS[job.method], dict(job.args))
+
+
+def reference(volume: volumes.Volume) -> drivers.Volume:
+    """A volume as drivers and targets see it."""
+    return drivers.Volume(
+        id=volume.id,
+        name=volume.name,
+        size_bytes=volume.size_bytes,
+        metadata=volume.metadata,
+        provider_location=volume.provider_location,
+    )
+
+
+def updated(update: drivers.Update) -> dict[str, Any]:
+    """The columns that a driver wants changed."""
+    columns = {
+        "provider_location": update.provider_location,
+        "metadata": None if update.metadata is None else dict(update.metadata),
+    }
+    return {name: value for name, value in columns.items() if value is not None}
+
+
+def back(volume: volumes.Volume, **columns: Any) -> jobs.VolumeChange:
+    """Back to the status from before the job took the volume."""
+    return jobs.VolumeChange(volume.id, {"status": volume.previous_status, **columns})
+
+
+def refusal(job: jobs.Job) -> errors.VolumeWorkerError:
+    """The error that a job is refused with for what was plain when it was accepted."""
+    details = dict(job.refusal or {})
+    code = details.pop("code")
+    volume_id = details.get("volume_id")
+    texts = {
+        "VolumeNotFound": f"there is no volume {volume_id}",
+        "WrongAddress": f"volume {volume_id} lives at {details.get('address')}; send it there",
+        "VolumeIsBusy": f"volume {volume_id} has connections or attachments; end them first",
+        "InvalidVolumeStatus": f"volume {volume_id} is {details.get('status')}",
+        "InvalidRequest": "parent-job names no running job that works on this volume",
+    }
+    return errors.BY_CODE[code](texts[code], **details)

@@ -1,0 +1,141 @@
+"""copy_volume_data: attach both volumes, copy, and undo exactly what was done.
+
+The worker that gets the request does the copying. A volume of its own host it reaches directly;
+one of another host it attaches through that host's worker, whose ``initialize_connection`` runs for
+this job and passes its locks. The destination is attached first, then the source, read-only; what
+was done is undone in reverse, each step even if the one before failed, and the first error is the
+one that is told.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from messages import errors, requests, topology
+from messages.resources import Progress, VolumeStatus
+from worker.operations import attaching, base
+from worker.store import connections, jobs, volumes
+from worker.transfer import copying
+
+
+async def _copy(context: base.Context) -> base.Outcome:
+    args: requests.CopyVolumeData = context.args
+    source = await volumes.get(context.store, args.source_volume_id)
+    destination = await volumes.get(context.store, args.destination_volume_id)
+    remote = _where(context.host, source, destination, args)
+    await _check(context, source, destination)
+    taken = await context.take(
+        destination.id, VolumeStatus.MAINTENANCE, allowed=[VolumeStatus.AVAILABLE]
+    )
+    context.on_failure = base.back(taken)
+    async with (
+        attaching.attached(
+            context, destination, remote=remote in ("dest", "both"), read_only=False
+        ) as target,
+        attaching.attached(
+            context, source, remote=remote in ("src", "both"), read_only=True
+        ) as origin,
+    ):
+        copied = await copying.copy(
+            context.connectors.execute,
+            origin,
+            target,
+            size_bytes=source.size_bytes,
+            verify=_verify(context, args),
+            source_changes=source.status is VolumeStatus.IN_USE,
+            bytes_per_second=args.bytes_per_second,
+            on_progress=lambda progress: context.progress(_progress(progress)),
+        )
+    result = {
+        "total_bytes": copied.total_bytes,
+        "copied_bytes": copied.copied_bytes,
+        "zeroed_bytes": copied.zeroed_bytes,
+        "resumed_from_bytes": copied.resumed_from_bytes,
+        "seconds": copied.seconds,
+        "digest": copied.digest,
+    }
+    return base.Outcome(result=result, change=base.back(taken))
+
+
+def _where(
+    host: str,
+    source: volumes.Volume,
+    destination: volumes.Volume,
+    args: requests.CopyVolumeData,
+) -> str | None:
+    """Which of the two lives elsewhere, by the records; ``remote`` may not contradict them."""
+    if source.id == destination.id:
+        raise errors.InvalidRequest(
+            "source and destination are the same volume", member="args.destination_volume_id"
+        )
+    away = (
+        topology.host_of(source.address) != host,
+        topology.host_of(destination.address) != host,
+    )
+    by_records = {
+        (False, False): None,
+        (True, False): "src",
+        (False, True): "dest",
+        (True, True): "both",
+    }[away]
+    if args.remote is not None and args.remote != by_records:
+        raise errors.InvalidRequest(
+            f"remote is {args.remote!r}, but seen from {host} it is {by_records!r}: the source "
+            f"lives at {source.address}, the destination at {destination.address}",
+            member="args.remote",
+        )
+    return by_records
+
+
+async def _check(
+    context: base.Context, source: volumes.Volume, destination: volumes.Volume
+) -> None:
+    if destination.size_bytes < source.size_bytes:
+        raise errors.InvalidRequest(
+            f"the destination has {destination.size_bytes} bytes, the source "
+            f"{source.size_bytes}: nothing was copied",
+            member="args.destination_volume_id",
+        )
+    if source.status not in base.USABLE:
+        raise volumes.invalid_status(source.id, source.status)
+    live = await connections.of_volume(context.store, destination.id)
+    # An earlier attempt of this job may have left its own connection, which this one takes over.
+    others = [c for c in live if c.connector.get("connection_key") != str(context.job.id)]
+    if others or destination.attachments:
+        raise errors.VolumeIsBusy(
+            f"volume {destination.id} has connections or attachments; end them first",
+            volume_id=str(destination.id),
+        )
+
+
+def _verify(context: base.Context, args: requests.CopyVolumeData) -> bool:
+    if args.verify is not None:
+        return args.verify
+    return bool(context.backend.options.copy_verify)
+
+
+def _progress(progress: copying.Progress) -> Progress:
+    return Progress(
+        done_bytes=progress.done_bytes,
+        total_bytes=progress.total_bytes,
+        bytes_per_second=progress.bytes_per_second,
+    )
+
+
+def _needs(_job_id: object, args: requests.CopyVolumeData) -> list[jobs.Need]:
+    source = jobs.Need(
+        args.source_volume_id, jobs.LockMode.READ, at_home=False, statuses=base.USABLE
+    )
+    destination = jobs.Need(
+        args.destination_volume_id,
+        jobs.LockMode.EXCLUSIVE,
+        at_home=False,
+        idle=True,
+        statuses=[VolumeStatus.AVAILABLE],
+    )
+    # One volume twice is refused when it runs; it is to be locked once.
+    return [destination] if source.volume_id == destination.volume_id else [source, destination]
+
+
+OPERATIONS: Final[Mapping[str, base.Operation]] = {
+    "copy_volume_data": base.Operation(_copy, _needs, slot=jobs.Slot.DATA),
+}

@@ -1,0 +1,81 @@
+"""create_export, ensure_export, remove_export."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Final
+
+from messages import errors, requests
+from worker import backend as backends
+from worker.operations import base
+from worker.store import connections, jobs, volumes
+
+
+def path_of(backend: backends.Backend, volume: volumes.Volume) -> pathlib.Path:
+    """Where the target finds the volume; nowhere, for a target that needs no path."""
+    if not backend.target.needs_local_path:
+        return pathlib.Path("/nonexistent")
+    return backend.driver.local_path(base.reference(volume))
+
+
+async def make(
+    context: base.Context, backend: backends.Backend, volume: volumes.Volume, export: str
+) -> None:
+    """Exports a volume, recorded first; undone if it fails."""
+    await volumes.set_export(context.store, context.job, volume.id, export)
+    try:
+        location = await backend.target.create_export(
+            base.reference(volume), path_of(backend, volume)
+        )
+    except BaseException:
+        if volume.export == "none":
+            await remove(context, backend, volume)
+        raise
+    await volumes.set_export(context.store, context.job, volume.id, export, location)
+
+
+async def remove(context: base.Context, backend: backends.Backend, volume: volumes.Volume) -> None:
+    """Ends a volume's export; the record goes last."""
+    await backend.target.remove_export(base.reference(volume))
+    await volumes.set_export(context.store, context.job, volume.id, "none")
+
+
+async def _create(context: base.Context) -> base.Outcome:
+    args: requests.VolumeOnly = context.args
+    volume = await volumes.get(context.store, args.volume_id)
+    await make(context, context.backend, volume, "explicit")
+    return base.Outcome(change=jobs.VolumeChange(volume.id))
+
+
+async def _ensure(context: base.Context) -> base.Outcome:
+    args: requests.VolumeOnly = context.args
+    volume = await volumes.get(context.store, args.volume_id)
+    # What a connection asked for stays tied to it; what nobody asked for is asked for now.
+    export = "explicit" if volume.export == "none" else volume.export
+    await make(context, context.backend, volume, export)
+    return base.Outcome(change=jobs.VolumeChange(volume.id))
+
+
+async def _remove(context: base.Context) -> base.Outcome:
+    args: requests.VolumeOnly = context.args
+    volume = await volumes.get(context.store, args.volume_id)
+    if await connections.of_volume(context.store, volume.id):
+        raise errors.VolumeIsBusy(
+            f"volume {volume.id} has connections; end them first", volume_id=str(volume.id)
+        )
+    if volume.export == "none":
+        return base.Outcome(result={})
+    await remove(context, context.backend, volume)
+    return base.Outcome(change=jobs.VolumeChange(volume.id))
+
+
+def _needs(_job_id: object, args: requests.VolumeOnly) -> list[jobs.Need]:
+    return [jobs.Need(args.volume_id, jobs.LockMode.CONTROL, statuses=base.USABLE)]
+
+
+OPERATIONS: Final[Mapping[str, base.Operation]] = {
+    "create_export": base.Operation(_create, _needs),
+    "ensure_export": base.Operation(_ensure, _needs),
+    "remove_export": base.Operation(
+        _remove, lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL)]
+    ),
+}

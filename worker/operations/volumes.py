@@ -1,0 +1,128 @@
+"""create_volume, delete_volume, extend_volume."""
+
+import uuid
+from collections.abc import Mapping
+from typing import Final
+
+from messages import errors, requests
+from messages.resources import VolumeStatus
+from worker.operations import base
+from worker.store import connections, jobs, volumes
+
+_DELETABLE: Final = (
+    VolumeStatus.AVAILABLE,
+    VolumeStatus.ERROR,
+    VolumeStatus.ERROR_DELETING,
+    VolumeStatus.ERROR_EXTENDING,
+)
+_NOTHING_MADE: Final = (
+    errors.InsufficientSpace,
+    errors.NotSupported,
+    errors.InvalidRequest,
+    errors.VolumeExists,
+)
+"""Errors by which a driver refuses a create before it has made anything."""
+
+
+def _new_id(job_id: uuid.UUID, args: requests.CreateVolume) -> uuid.UUID:
+    # Made from the job's id, so that every attempt means the same volume.
+    return args.volume.id or uuid.uuid5(job_id, "volume")
+
+
+async def _create(context: base.Context) -> base.Outcome:
+    backend = context.backend
+    args: requests.CreateVolume = context.args
+    volume = await volumes.begin(
+        context.store,
+        context.job,
+        volume_id=_new_id(context.job.id, args),
+        name=args.volume.name,
+        size_bytes=args.volume.size_bytes,
+        metadata=args.volume.metadata,
+    )
+    context.say_volume(volume.event())
+    context.on_failure = jobs.VolumeChange(volume.id, {"status": VolumeStatus.ERROR})
+    try:
+        update = await backend.driver.create_volume(base.reference(volume))
+    except _NOTHING_MADE:
+        context.on_failure = jobs.VolumeChange(volume.id, drop=True)
+        raise
+    columns = {"status": VolumeStatus.AVAILABLE, **base.updated(update)}
+    return base.Outcome(change=jobs.VolumeChange(volume.id, columns))
+
+
+async def _delete(context: base.Context) -> base.Outcome:
+    backend = context.backend
+    args: requests.DeleteVolume = context.args
+    await _require_idle(context, args.volume_id)
+    volume = await context.take(args.volume_id, VolumeStatus.DELETING, allowed=_DELETABLE)
+    context.on_failure = jobs.VolumeChange(volume.id, {"status": VolumeStatus.ERROR_DELETING})
+    reference = base.reference(volume)
+    if volume.export != "none":
+        await backend.target.remove_export(reference)
+    await backend.driver.delete_volume(reference)
+    return base.Outcome(result={}, change=jobs.VolumeChange(volume.id, drop=True))
+
+
+async def _extend(context: base.Context) -> base.Outcome:
+    backend = context.backend
+    args: requests.ExtendVolume = context.args
+    before = await volumes.get(context.store, args.volume_id)
+    # An earlier attempt may have left the volume in its passing status.
+    ours = before.status_job == context.job.id
+    if before.status not in base.USABLE and not ours:
+        raise volumes.invalid_status(before.id, before.status)
+    if args.new_size_bytes < before.size_bytes:
+        raise errors.InvalidRequest(
+            f"volume {before.id} has {before.size_bytes} bytes; a volume never shrinks",
+            member="args.new_size_bytes",
+        )
+    if args.new_size_bytes == before.size_bytes and not ours:
+        return base.Outcome(result=await volumes.record(context.store, before.id))
+    live = await connections.of_volume(context.store, before.id)
+    if (live or before.attachments) and not backend.target.extends_online:
+        raise errors.NotSupported(
+            f"volume {before.id} is in use, and its target cannot extend it then; "
+            "end its connections and attachments first"
+        )
+    volume = await context.take(before.id, VolumeStatus.EXTENDING, allowed=base.USABLE)
+    context.on_failure = base.back(volume, status=VolumeStatus.ERROR_EXTENDING)
+    try:
+        await backend.driver.extend_volume(base.reference(volume), args.new_size_bytes)
+    except _NOTHING_MADE:
+        context.on_failure = base.back(volume)
+        raise
+    if any(not connection.is_local for connection in live):
+        path = backend.driver.local_path(base.reference(volume))
+        await backend.target.extend_volume(base.reference(volume), path)
+    return base.Outcome(change=base.back(volume, size_bytes=args.new_size_bytes))
+
+
+async def _require_idle(context: base.Context, volume_id: uuid.UUID) -> None:
+    volume = await volumes.get(context.store, volume_id)
+    live = await connections.of_volume(context.store, volume_id)
+    if live or volume.attachments:
+        raise errors.VolumeIsBusy(
+            f"volume {volume_id} has connections or attachments; end them first",
+            volume_id=str(volume_id),
+        )
+
+
+OPERATIONS: Final[Mapping[str, base.Operation]] = {
+    "create_volume": base.Operation(
+        _create,
+        lambda job_id, args: [
+            jobs.Need(_new_id(job_id, args), jobs.LockMode.EXCLUSIVE, known=False)
+        ],
+    ),
+    "delete_volume": base.Operation(
+        _delete,
+        lambda _, args: [
+            jobs.Need(args.volume_id, jobs.LockMode.EXCLUSIVE, idle=True, statuses=_DELETABLE)
+        ],
+    ),
+    "extend_volume": base.Operation(
+        _extend,
+        lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.EXCLUSIVE, statuses=base.USABLE)],
+    ),
+}

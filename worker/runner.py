@@ -1,0 +1,273 @@
+"""Running jobs: claimed from PostgreSQL, each under a lease, within the slots of its class.
+
+A job's attempt ends in one of four ways: it succeeds, it fails, it is put back to be tried again,
+or its lease is lost, and then whatever it does is void. Every end is one statement that names the
+fencing token.
+"""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import structlog
+
+from messages import client, errors, requests, resources
+from messages.resources import JobState
+from worker import backend, operations, outbox, retry
+from worker.connectors import registry
+from worker.operations import base
+from worker.store import database, jobs
+
+log = structlog.get_logger(__name__)
+
+POLL_INTERVAL: Final = 1.0
+"""Seconds between looks for jobs whose turn has come without this worker being told."""
+RETRY_BASE: Final = 1.0
+RETRY_CAP: Final = 60.0
+
+
+class Runner:
+    """Runs jobs in tasks of their own."""
+
+    def __init__(
+        self,
+        store: database.Database,
+        *,
+        outbox: outbox.Outbox,
+        remote: client.Client,
+        connectors: registry.Registry,
+        backends: Mapping[str, backend.Backend],
+        host: str,
+        owner: uuid.UUID,
+        slots: Mapping[jobs.Slot, int],
+        lease: float,
+        max_attempts: int,
+    ) -> None:
+        self._store = store
+        self._outbox = outbox
+        self._remote = remote
+        self._connectors = connectors
+        self._backends = backends
+        self._host = host
+        self._owner = owner
+        self._slots = slots
+        self._lease = lease
+        self._max_attempts = max_attempts
+        self._running: dict[uuid.UUID, tuple[jobs.Job, asyncio.Task[None]]] = {}
+        self._stopping = False
+        self._wake = asyncio.Event()
+        # Slots are counted, filled from the database, and taken: one at a time.
+        self._filling = asyncio.Lock()
+
+    async def accept(self, new: Sequence[jobs.NewJob]) -> list[jobs.Accepted]:
+        """Stores requests and starts at once those that can be.
+
+        Raises:
+            Unreachable: the database stayed away; nothing is known to be stored.
+        """
+        async with self._filling:
+            accepted = await jobs.accept(
+                self._store, new, owner=self._owner, lease=self._lease, free=self._free()
+            )
+            for stored in accepted:
+                self._start_accepted(stored)
+        return accepted
+
+    def _start_accepted(self, stored: jobs.Accepted) -> None:
+        job = stored.job
+        match stored.verdict:
+            case jobs.Verdict.RUNNING:
+                self._start(job)
+            case jobs.Verdict.QUEUED:
+                self._outbox.say_job(job)
+            case jobs.Verdict.REPEATED:
+                # The answer to an earlier try of the same statement may have been lost.
+                if job.owner == self._owner and job.state is JobState.RUNNING:
+                    self._start(job)
+            case jobs.Verdict.FINISHED | jobs.Verdict.REUSED:
+                pass
+
+    def wake(self) -> None:
+        """A job's turn may have come: look now."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Claims jobs and keeps their leases until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._claim())
+            group.create_task(self._renew())
+
+    async def drain(self, timeout: float) -> None:
+        """Takes no more jobs; gives those that run ``timeout`` seconds, then puts them back."""
+        self._stopping = True
+        tasks = [task for _, task in self._running.values()]
+        if tasks:
+            log.info("runner.draining", jobs=len(tasks), timeout=timeout)
+            _, late = await asyncio.wait(tasks, timeout=timeout)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+
+    def _free(self) -> dict[jobs.Slot, int]:
+        if self._stopping:
+            return dict.fromkeys(jobs.Slot, 0)
+        taken = [job.slot for job, _ in self._running.values() if job.refusal is None]
+        return {slot: max(self._slots[slot] - taken.count(slot), 0) for slot in jobs.Slot}
+
+    async def _claim(self) -> None:
+        while not self._stopping:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), POLL_INTERVAL)
+            self._wake.clear()
+            try:
+                async with self._filling:
+                    await self._claim_once()
+            except errors.Unreachable as error:
+                log.warning("runner.claim_failed", error=error.message)
+
+    async def _claim_once(self) -> None:
+        free = self._free()
+        if not any(free.values()):
+            return
+        claimed = await jobs.claim(
+            self._store,
+            owner=self._owner,
+            lease=self._lease,
+            free=free,
+            addresses=list(self._backends),
+        )
+        for job in claimed:
+            self._start(job)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease / 3)
+            ids = list(self._running)
+            if not ids:
+                continue
+            kept = await jobs.renew(self._store, owner=self._owner, ids=ids, lease=self._lease)
+            for job_id in ids:
+                if job_id not in kept and job_id in self._running:
+                    job, task = self._running[job_id]
+                    log.error("job.lease_lost", job_id=str(job.id), method=job.method)
+                    task.cancel()
+
+    def _start(self, job: jobs.Job) -> None:
+        if job.id in self._running:
+            return
+        task = asyncio.create_task(self._run(job), name=f"job {job.id}")
+        self._running[job.id] = (job, task)
+        task.add_done_callback(lambda _: self._ended(job))
+
+    def _ended(self, job: jobs.Job) -> None:
+        del self._running[job.id]
+        self.wake()
+
+    async def _run(self, job: jobs.Job) -> None:
+        structlog.contextvars.bind_contextvars(
+            job_id=str(job.id), method=job.method, address=job.address, attempt=job.attempt
+        )
+        log.info("job.started")
+        self._outbox.say_job(job)
+        context: base.Context | None = None
+        try:
+            context = self._context(job)
+            self._may_start(job)
+            outcome = await operations.OPERATIONS[job.method].run(context)
+            await self._succeed(job, outcome)
+        except database.LeaseLost as error:
+            log.warning("job.lease_lost", statement=str(error))
+        except asyncio.CancelledError:
+            await self._put_back(job)
+        except errors.VolumeWorkerError as error:
+            await self._fail(job, error, context)
+        except Exception as error:
+            log.exception("job.crashed")
+            fault = errors.Internal(f"{type(error).__name__} in {job.method}; see the log")
+            await self._fail(job, fault, context)
+
+    def _context(self, job: jobs.Job) -> base.Context:
+        async def progress(now: resources.Progress) -> None:
+            self._outbox.say_job(await jobs.set_progress(self._store, job, now))
+
+        return base.Context(
+            job=job,
+            args=base.parse(job),
+            host=self._host,
+            backends=self._backends,
+            store=self._store,
+            remote=self._remote,
+            connectors=self._connectors,
+            say_volume=self._outbox.say_volume,
+            progress=progress,
+        )
+
+    def _may_start(self, job: jobs.Job) -> None:
+        """Raises what ends a job before its operation begins."""
+        if job.refusal is not None:
+            raise base.refusal(job)
+        if job.attempt > self._max_attempts:
+            raise errors.WorkerLost(f"the worker was lost in each of {self._max_attempts} attempts")
+        if job.overdue and not requests.METHODS[job.method].despite_deadline:
+            raise errors.DeadlineExceeded("the deadline had passed before this attempt began")
+
+    async def _succeed(self, job: jobs.Job, outcome: base.Outcome) -> None:
+        ended = await asyncio.shield(
+            jobs.finish(
+                self._store,
+                job,
+                state=JobState.SUCCEEDED,
+                result=outcome.result,
+                change=outcome.change,
+                connection_id=outcome.connection_id,
+                owner=self._owner,
+            )
+        )
+        log.info("job.succeeded")
+        await self._outbox.tell_end(ended)
+
+    async def _fail(
+        self, job: jobs.Job, error: errors.VolumeWorkerError, context: base.Context | None
+    ) -> None:
+        try:
+            if error.transient and job.attempt < self._max_attempts:
+                delay = retry.backoff(job.attempt, base=RETRY_BASE, cap=RETRY_CAP)
+                log.warning("job.retried", code=error.code, error=error.message, delay=delay)
+                back = await jobs.requeue(self._store, job, delay=delay, error=error)
+                self._outbox.say_job(back)
+                return
+            is_dead = error.transient or isinstance(error, errors.WorkerLost)
+            state = JobState.DEAD if is_dead else JobState.FAILED
+            log.warning("job.failed", state=state, code=error.code, error=error.message)
+            ended = await jobs.finish(
+                self._store,
+                job,
+                state=state,
+                error=error,
+                change=None if context is None else _with_error(context.on_failure, error),
+                owner=self._owner,
+            )
+            await self._outbox.tell_end(ended)
+        except database.LeaseLost:
+            log.warning("job.lease_lost", error=error.message)
+        except errors.Unreachable:
+            # The lease runs out, and the job is taken up again.
+            log.exception("job.end_not_stored")
+
+    async def _put_back(self, job: jobs.Job) -> None:
+        """The attempt was cut short by a drain, or its lease is lost, which the store knows."""
+        with contextlib.suppress(database.LeaseLost, errors.Unreachable):
+            back = await jobs.requeue(self._store, job, delay=0, error=None, counts=False)
+            log.info("job.put_back")
+            self._outbox.say_job(back)
+
+
+def _with_error(
+    change: jobs.VolumeChange | None, error: errors.VolumeWorkerError
+) -> jobs.VolumeChange | None:
+    if change is None or change.drop or not str(change.columns.get("status")).startswith("error"):
+        return change
+    return jobs.VolumeChange(change.id, {**change.columns, "error": error.to_wire()})

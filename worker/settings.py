@@ -1,0 +1,245 @@
+"""Configuration: one TOML file, and the environment, which wins.
+
+Each top-level key is also ``VOLUME_WORKER_<KEY>``. Unknown keys and values out of range are refused
+with their place. A backend's options are those of its driver and of its target together.
+"""
+
+import dataclasses
+import enum
+import os
+import pathlib
+import shlex
+import socket
+import tomllib
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import pydantic
+import pydantic_settings
+
+from messages import errors, topology
+from worker import plugins
+
+CONFIG_VARIABLE: Final = "VOLUME_WORKER_CONFIG"
+
+Seconds = Annotated[float, pydantic.Field(gt=0)]
+
+
+class ConfigurationError(errors.VolumeWorkerError):
+    """The configuration is wrong; the text names the place."""
+
+
+class Attach(enum.StrEnum):
+    """How this host attaches volumes that live elsewhere."""
+
+    USERLAND = "userland"
+    KERNEL = "kernel"
+    AUTO = "auto"
+
+
+class _Common(pydantic.BaseModel):
+    """What every backend has, whatever its driver and target."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    driver: str
+    target: str
+    attach: Attach = Attach.AUTO
+
+    @pydantic.field_validator("attach")
+    @classmethod
+    def _userland_only(cls, value: Attach) -> Attach:
+        if value is Attach.KERNEL:
+            raise ValueError('"kernel" is not built yet; use "userland" or "auto"')
+        return value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backend:
+    """One backend as configured."""
+
+    name: str
+    driver: str
+    target: str
+    options: Any
+    """Has the options of the driver and those of the target."""
+
+
+class Settings(pydantic_settings.BaseSettings):
+    """The configuration of one worker."""
+
+    model_config = pydantic_settings.SettingsConfigDict(
+        env_prefix="VOLUME_WORKER_", extra="forbid", frozen=True
+    )
+
+    host: str = pydantic.Field(default_factory=socket.gethostname)
+    broker_url: pydantic.SecretStr = pydantic.SecretStr("amqp://guest:guest@127.0.0.1:5672/")
+    database_url: pydantic.SecretStr = pydantic.SecretStr(
+        "postgresql://postgres@127.0.0.1:5432/volume_worker"
+    )
+    namespace: str = "volume"
+    state_dir: pathlib.Path = pathlib.Path("/var/lib/volume-worker")
+    http_listen: str = pydantic.Field("127.0.0.1:8776", description="empty: no HTTP")
+    image_locations: list[str] = []
+    backup_locations: list[str] | None = None
+    root_helper: list[str] | str | None = None
+    max_attempts: int = pydantic.Field(5, ge=1, le=100)
+    max_request_bytes: int = pydantic.Field(1024 * 1024, ge=1024, le=16 * 1024 * 1024)
+    job_retention: Seconds = 7 * 24 * 3600.0
+    drain_timeout: float = pydantic.Field(300.0, ge=0)
+    lease: float = pydantic.Field(30.0, ge=3)
+    stats_interval: Seconds = 10.0
+    control_slots: int = pydantic.Field(32, ge=1, le=1000)
+    data_slots: int = pydantic.Field(2, ge=1, le=1000)
+    database_pool_size: int = pydantic.Field(8, ge=2, le=100)
+    database_statement_cache_size: int = pydantic.Field(100, ge=0)
+    backends: dict[str, dict[str, Any]] = {}
+
+    @pydantic.field_validator("host")
+    @classmethod
+    def _host(cls, value: str) -> str:
+        if not topology.HOST.fullmatch(value):
+            raise ValueError("must be letters, digits, _, - and ., at most 100")
+        return value
+
+    @pydantic.field_validator("namespace")
+    @classmethod
+    def _namespace(cls, value: str) -> str:
+        if not topology.NAMESPACE.fullmatch(value):
+            raise ValueError("must be letters, digits, _ and -, at most 100")
+        return value
+
+    @pydantic.field_validator("state_dir")
+    @classmethod
+    def _absolute(cls, value: pathlib.Path) -> pathlib.Path:
+        if not value.is_absolute():
+            raise ValueError("must be an absolute path")
+        return value
+
+    @pydantic.field_validator("backends")
+    @classmethod
+    def _backend_names(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name in value:
+            if not topology.BACKEND.fullmatch(name):
+                raise ValueError(f"{name!r} must be letters, digits, _ and -, at most 100")
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[pydantic_settings.BaseSettings],
+        init_settings: pydantic_settings.PydanticBaseSettingsSource,
+        env_settings: pydantic_settings.PydanticBaseSettingsSource,
+        dotenv_settings: pydantic_settings.PydanticBaseSettingsSource,
+        file_secret_settings: pydantic_settings.PydanticBaseSettingsSource,
+    ) -> tuple[pydantic_settings.PydanticBaseSettingsSource, ...]:
+        """The environment first, then the file (which :func:`load` hands over as arguments)."""
+        return env_settings, init_settings
+
+    def addresses(self) -> list[str]:
+        """The address of every backend of this host."""
+        return [topology.address(self.host, name) for name in self.backends]
+
+    def root_command(self) -> tuple[str, ...]:
+        """What goes before a program that needs root: nothing for root, else ``sudo -n``."""
+        match self.root_helper:
+            case None:
+                return () if os.geteuid() == 0 else ("sudo", "-n")
+            case str():
+                return tuple(shlex.split(self.root_helper))
+            case list():
+                return tuple(self.root_helper)
+
+
+def load(path: pathlib.Path | None = None) -> Settings:
+    """Reads the configuration; without ``path``, what ``VOLUME_WORKER_CONFIG`` names, if anything.
+
+    Raises:
+        ConfigurationError: naming the place of what is wrong.
+    """
+    if path is None and (named := os.environ.get(CONFIG_VARIABLE)):
+        path = pathlib.Path(named)
+    try:
+        return Settings(**({} if path is None else _read(path)))
+    except pydantic.ValidationError as error:
+        raise ConfigurationError(_describe(error, _place(path))) from None
+    except pydantic_settings.SettingsError as error:
+        raise ConfigurationError(f"the environment: {error}") from None
+
+
+def backends(settings: Settings) -> list[Backend]:
+    """Every backend with its options checked.
+
+    Raises:
+        ConfigurationError: naming the place of what is wrong.
+    """
+    return [_backend(name, raw) for name, raw in settings.backends.items()]
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not TOML: {error}") from None
+
+
+_HELPERS: Final[Mapping[str, str]] = {
+    "tgtadm": "tgt",
+    "lioadm": "lio",
+    "ietadm": "iet",
+    "fake": "fake",
+}
+"""The targets by the names that ``iscsi_helper`` had."""
+
+
+def _backend(name: str, raw: Mapping[str, Any]) -> Backend:
+    place = f"backends.{name}"
+    values = dict(raw)
+    if not isinstance(values.get("driver"), str):
+        raise ConfigurationError(f"{place}.driver: must name a driver")
+    try:
+        driver = plugins.load("drivers", values["driver"])
+        values["target"] = _target_name(values, place) or driver.default_target
+        target = plugins.load("targets", values["target"])
+    except plugins.UnknownPlugin as error:
+        raise ConfigurationError(f"{place}: {error}") from None
+    model: Any = type("BackendOptions", (_Common, driver.Options, target.Options), {})
+    try:
+        options = model.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise ConfigurationError(_describe(error, place, inside=True)) from None
+    return Backend(name, values["driver"], values["target"], options)
+
+
+def _target_name(values: dict[str, Any], place: str) -> str | None:
+    named: str | None = values.pop("target", None)
+    helper = values.pop("iscsi_helper", None)
+    if helper is None:
+        return named
+    if helper not in _HELPERS:
+        raise ConfigurationError(
+            f"{place}.iscsi_helper: {helper!r} is none of {', '.join(sorted(_HELPERS))}"
+        )
+    if named not in (None, _HELPERS[helper]):
+        raise ConfigurationError(
+            f"{place}.iscsi_helper: {helper!r} contradicts target {named!r}; leave one away"
+        )
+    return _HELPERS[helper]
+
+
+def _place(path: pathlib.Path | None) -> str:
+    return "the environment" if path is None else f"{path} or the environment"
+
+
+def _describe(error: pydantic.ValidationError, place: str, *, inside: bool = False) -> str:
+    lines = []
+    for fault in error.errors(include_input=False, include_url=False):
+        key = ".".join(str(part) for part in fault["loc"])
+        text = str(fault["msg"]).removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            text = "unknown key"
+        separator = "." if inside and key else ": "
+        lines.append(f"{place}{separator}{key}: {text}" if key else f"{place}: {text}")
+    return "; ".join(lines)

@@ -1,0 +1,1 @@
+"""What a worker tells about itself: logs and health."""
