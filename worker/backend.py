@@ -1,5 +1,6 @@
 """One backend at work: its driver and its target, and whether they are set up."""
 
+import asyncio
 import pathlib
 from collections.abc import Mapping
 from typing import Any, Final
@@ -43,6 +44,8 @@ class Backend:
         self.target: targets.Target = target_class(
             targets.Context(host, configured.name, configured.options, execute, own_dir)
         )
+        self.changed = asyncio.Event()
+        """Set when a volume came, went or grew: the stats are worth telling again."""
         self.error: errors.VolumeWorkerError | None = errors.DriverNotInitialized(
             f"backend {self.address} is being set up"
         )

@@ -243,11 +243,15 @@ class Executor:
         dies_with_worker: bool,
     ) -> list[str]:
         command = [os.fspath(argument) for argument in argv]
-        if run_as_root and self._root_helper:
+        if run_as_root:
             # sudo(8) resets the environment: what the program needs of it is set behind it.
-            variables = {**(env or {}), "LC_ALL": "C"}
+            variables = {**env, "LC_ALL": "C"} if env and self._root_helper else {}
             assignments = [f"{name}={value}" for name, value in variables.items()]
-            command = [*self._root_helper, "env", *assignments, *command]
+            command = [
+                *self._root_helper,
+                *(["env", *assignments] if assignments else []),
+                *command,
+            ]
         if dies_with_worker:
             command = ["setpriv", "--pdeathsig", "KILL", "--", *command]
         return command

@@ -5,7 +5,7 @@ from typing import Any
 
 import pydantic
 
-from messages import errors, requests
+from messages import errors, requests, topology
 from worker import backend
 from worker.store import database, jobs, volumes
 
@@ -42,12 +42,17 @@ class Reader:
             case requests.ListJobs():
                 return {"jobs": await self._list_jobs(address, args)}
             case requests.ValidateConnector():
-                self._backends[address].target.validate_connector(args.connector.properties())
+                self._validate(address, args.connector)
                 return {}
             case requests.GetVolumeStats():
                 self._backends[address].require()
                 return await self._backends[address].stats()
         raise errors.UnknownMethod(f"{method} is no read")
+
+    def _validate(self, address: str, connector: requests.Connector) -> None:
+        if connector.do_local_attach and connector.host == topology.host_of(address):
+            return  # attached without the target
+        self._backends[address].target.validate_connector(connector.properties())
 
     async def _list_volumes(
         self, address: str, args: requests.ListVolumes

@@ -70,6 +70,8 @@ class Service:
                     configured.database_url,
                     size=configured.database_pool_size,
                     statement_cache_size=configured.database_statement_cache_size,
+                    # Shorter than a lease: who cannot write must not think that it still may.
+                    patience=configured.lease * 0.8,
                 )
             )
             await installation.check(store, configured.namespace)

@@ -1,6 +1,7 @@
 """Keeping backends at work: set up, set up again after a failure, looked after, and reported."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -16,6 +17,10 @@ from worker.targets import base as targets
 log = structlog.get_logger(__name__)
 
 HEALTH_INTERVAL: Final = 5.0
+STATS_SPACING: Final = 1.0
+"""Seconds between two stats at least, however much changes."""
+SETUP_PATIENCE: Final = 5.0
+"""Seconds that the service's start waits for a backend's first set-up; it goes on without it."""
 SETUP_BASE: Final = 1.0
 SETUP_CAP: Final = 60.0
 
@@ -107,8 +112,13 @@ class Supervisor:
 
     async def _report(self) -> None:
         while True:
+            self._backend.changed.clear()
             await self._publish_stats()
-            await asyncio.sleep(self._stats_interval)
+            await asyncio.sleep(STATS_SPACING)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._backend.changed.wait(), max(self._stats_interval - STATS_SPACING, 0)
+                )
 
     async def _publish_stats(self) -> None:
         """Publishes the stats; a database or a storage in trouble never ends the rhythm."""
@@ -130,5 +140,7 @@ class Supervisor:
 
 
 async def all_tried(supervisors: Sequence[Supervisor]) -> None:
-    """Waits until every backend's set-up was tried once."""
-    await asyncio.gather(*(supervisor.first_try() for supervisor in supervisors))
+    """Waits until every backend's set-up was tried once; one that hangs holds up no other."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SETUP_PATIENCE):
+            await asyncio.gather(*(supervisor.first_try() for supervisor in supervisors))

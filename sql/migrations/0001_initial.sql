@@ -226,7 +226,7 @@ BEGIN
 END $$;
 
 -- Why a job is refused at once, or NULL: what is plain to see from the records already.
--- p_check: volume_id, mode, known (must exist), at (must live at the job's address),
+-- p_check: volume_id, mode, known (must exist, else must not), at (must live at the job's address),
 -- idle (no connection, no attachment), statuses (allowed; null: any).
 CREATE FUNCTION refusal(p_job uuid, p_address text, p_parent uuid, p_check jsonb) RETURNS jsonb
     LANGUAGE plpgsql STABLE AS $$
@@ -240,10 +240,11 @@ BEGIN
     ) THEN
         RETURN jsonb_build_object('code', 'InvalidRequest', 'member', 'parent-job');
     END IF;
-    IF NOT (p_check ->> 'known')::boolean THEN
-        RETURN NULL;
-    END IF;
     SELECT * INTO v FROM volumes WHERE id = v_id;
+    IF NOT (p_check ->> 'known')::boolean THEN
+        RETURN CASE WHEN FOUND THEN
+            jsonb_build_object('code', 'VolumeExists', 'volume_id', v_id) END;
+    END IF;
     IF NOT FOUND THEN
         -- A create that was accepted before and has not run yet: wait for it.
         IF EXISTS (SELECT FROM job_locks WHERE volume_id = v_id AND mode = 'x' AND job_id <> p_job)

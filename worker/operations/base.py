@@ -125,6 +125,7 @@ def refusal(job: jobs.Job) -> errors.VolumeWorkerError:
     volume_id = details.get("volume_id")
     texts = {
         "VolumeNotFound": f"there is no volume {volume_id}",
+        "VolumeExists": f"volume {volume_id} exists",
         "WrongAddress": f"volume {volume_id} lives at {details.get('address')}; send it there",
         "VolumeIsBusy": f"volume {volume_id} has connections or attachments; end them first",
         "InvalidVolumeStatus": f"volume {volume_id} is {details.get('status')}",

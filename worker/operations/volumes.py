@@ -47,6 +47,7 @@ async def _create(context: base.Context) -> base.Outcome:
     except _NOTHING_MADE:
         context.on_failure = jobs.VolumeChange(volume.id, drop=True)
         raise
+    backend.changed.set()
     columns = {"status": VolumeStatus.AVAILABLE, **base.updated(update)}
     return base.Outcome(change=jobs.VolumeChange(volume.id, columns))
 
@@ -61,6 +62,7 @@ async def _delete(context: base.Context) -> base.Outcome:
     if volume.export != "none":
         await backend.target.remove_export(reference)
     await backend.driver.delete_volume(reference)
+    backend.changed.set()
     return base.Outcome(result={}, change=jobs.VolumeChange(volume.id, drop=True))
 
 
@@ -92,6 +94,7 @@ async def _extend(context: base.Context) -> base.Outcome:
     except _NOTHING_MADE:
         context.on_failure = base.back(volume)
         raise
+    backend.changed.set()
     if any(not connection.is_local for connection in live):
         path = backend.driver.local_path(base.reference(volume))
         await backend.target.extend_volume(base.reference(volume), path)

@@ -17,7 +17,7 @@ from messages import errors
 log = structlog.get_logger(__name__)
 
 PATIENCE: Final = 25.0
-"""Seconds for which a statement is tried again while the database is away; less than a lease."""
+"""Seconds for which a statement is tried again while the database is away, unless said."""
 STATEMENT_TIMEOUT: Final = 30.0
 """Seconds for one statement."""
 
@@ -48,8 +48,9 @@ class Database:
     transaction pooler may sit in between; ``statement_cache_size=0`` works for the same reason.
     """
 
-    def __init__(self, pool: "asyncpg.Pool[asyncpg.Record]") -> None:
+    def __init__(self, pool: "asyncpg.Pool[asyncpg.Record]", *, patience: float = PATIENCE) -> None:
         self._pool = pool
+        self._patience = patience
         self.statements = 0
         """How many statements were sent: each is one round trip."""
 
@@ -57,10 +58,10 @@ class Database:
         """Runs a statement by its name; returns its rows.
 
         Raises:
-            Unreachable: the database stayed away for :data:`PATIENCE` seconds.
+            Unreachable: the database stayed away for as long as patience lasts.
         """
         text = sql.queries()[query]
-        async for attempt in _while_away(query):
+        async for attempt in _while_away(query, self._patience):
             with attempt:
                 return await self._fetch_once(text, args)
         raise AssertionError("tenacity ends by a result or an error")
@@ -100,9 +101,13 @@ class Database:
 
 @asynccontextmanager
 async def connect(
-    url: pydantic.SecretStr, *, size: int = 8, statement_cache_size: int = 100
+    url: pydantic.SecretStr,
+    *,
+    size: int = 8,
+    statement_cache_size: int = 100,
+    patience: float = PATIENCE,
 ) -> AsyncIterator[Database]:
-    """Opens a pool.
+    """Opens a pool; ``patience`` is in seconds.
 
     Raises:
         Unreachable: the database cannot be reached, or refuses; the text says why.
@@ -124,7 +129,7 @@ async def connect(
             f"the database cannot be reached: {error or type(error).__name__}; "
             "look at database_url and whether PostgreSQL runs there"
         ) from error
-    database = Database(pool)
+    database = Database(pool, patience=patience)
     try:
         yield database
     finally:
@@ -149,14 +154,14 @@ async def _keep(_connection: Any) -> None:
     """Spares the statement that asyncpg resets a connection with: nothing is ever set on one."""
 
 
-def _while_away(query: str) -> tenacity.AsyncRetrying:
+def _while_away(query: str, patience: float) -> tenacity.AsyncRetrying:
     def note(state: tenacity.RetryCallState) -> None:
         log.warning("database.away", query=query, tries=state.attempt_number)
 
     return tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type(errors.Unreachable),
         wait=tenacity.wait_random_exponential(multiplier=0.1, max=3),
-        stop=tenacity.stop_after_delay(PATIENCE),
+        stop=tenacity.stop_after_delay(patience),
         before_sleep=note,
         reraise=True,
     )

@@ -37,7 +37,7 @@ class Need:
     volume_id: uuid.UUID
     mode: LockMode
     known: bool = True
-    """The volume must exist."""
+    """The volume must exist; else it must not."""
     at_home: bool = True
     """The volume must live at the address that the request was sent to."""
     idle: bool = False

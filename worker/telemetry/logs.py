@@ -1,14 +1,14 @@
 """Logging: one JSON line an event, or lines for people.
 
-Event names and keys are an interface; ``docs`` of them are in the README. Every line goes through
-redaction, so that no secret is shown whatever was logged.
+Event names and keys are an interface. Every line goes through redaction, so that no secret is
+shown whatever was logged.
 """
 
 import enum
 import logging
 import sys
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 
@@ -22,8 +22,13 @@ class Format(enum.StrEnum):
     CONSOLE = "console"
 
 
-def configure(log_format: Format = Format.JSON, *, level: int = logging.INFO) -> None:
-    """Sends every event to stderr, in one form, with no secret in it."""
+def configure(
+    log_format: Format = Format.JSON,
+    *,
+    level: int = logging.INFO,
+    stream: TextIO | None = None,
+) -> None:
+    """Sends every event to ``stream`` (stderr, without one), with no secret in it."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -44,7 +49,7 @@ def configure(log_format: Format = Format.JSON, *, level: int = logging.INFO) ->
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
