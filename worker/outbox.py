@@ -7,6 +7,7 @@ moment for a newer one; replies do not wait.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -237,7 +238,7 @@ class Outbox:
         loop = asyncio.get_running_loop()
         events_at = 0.0
         while True:
-            await self._wait_for_work(events_at - loop.time())
+            await self._wait_for_work(events_at)
             batch, self._replies = self._replies[:BATCH], self._replies[BATCH:]
             if self._events and loop.time() >= events_at:
                 # The cut is here: an event that comes from now on belongs to the next batch.
@@ -253,13 +254,16 @@ class Outbox:
                 self._keep(kept)
                 await asyncio.sleep(0.5)
 
-    async def _wait_for_work(self, events_due: float) -> None:
-        while not (self._replies or self._told or (self._events and events_due <= 0)):
-            self._wake.clear()
-            if self._events:
-                await asyncio.sleep(max(events_due, 0))
+    async def _wait_for_work(self, events_at: float) -> None:
+        """Waits for a reply, or for events whose time has come."""
+        loop = asyncio.get_running_loop()
+        while not (self._replies or self._told):
+            if self._events and loop.time() >= events_at:
                 return
-            await self._wake.wait()
+            self._wake.clear()
+            patience = max(events_at - loop.time(), 0) if self._events else None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), patience)
 
     def _keep(self, items: Sequence[_Item]) -> None:
         """Puts back what the broker did not take; an event only if no newer one has come."""

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from structlog.testing import capture_logs
@@ -27,17 +27,35 @@ def alive(pid: int) -> bool:
     return process.start_time(pid) is not None
 
 
-async def until(condition: object, *, seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], *, seconds: float = 5.0) -> None:
     """Waits until a condition holds; its caller's assert tells where it never did."""
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
         await asyncio.sleep(0.01)
 
 
+def written_pid(path: pathlib.Path) -> int:
+    """The pid in a file, or 0 while it is not there."""
+    text = path.read_text() if path.exists() else ""
+    return int(text) if text.endswith("\n") else 0
+
+
 async def read_pid(path: pathlib.Path) -> int:
-    await until(lambda: path.exists() and path.read_text().endswith("\n"))
-    return int(path.read_text())
+    await until(lambda: written_pid(path) > 0)
+    return written_pid(path)
+
+
+def descriptors() -> int:
+    return len(list(pathlib.Path("/proc/self/fd").iterdir()))
+
+
+def python(script: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.DEVNULL)
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "300"])
 
 
 @contextlib.asynccontextmanager
@@ -157,7 +175,7 @@ async def test_a_timeout_ends_the_grandchild_that_holds_the_pipe(
         await execute.run("sh", "-c", f"sleep 300 & echo $! >{pid_file}; wait", timeout=1)
     assert time.monotonic() - before < 4
     assert caught.value.details["timeout_seconds"] == 1
-    grandchild = int(pid_file.read_text())
+    grandchild = written_pid(pid_file)
     await until(lambda: not alive(grandchild))
     assert not alive(grandchild)
 
@@ -179,13 +197,15 @@ async def test_a_grandchild_that_stays_does_not_hold_up_the_result(
     monkeypatch.setattr(process, "GRACE", 0.5)
     pid_file = tmp_path / "pid"
     before = time.monotonic()
-    result = await execute.run("sh", "-c", f"echo ready; sleep 300 & echo $! >{pid_file}")
+    result = await execute.run(
+        "sh", "-c", f"echo ready; sleep 300 & echo $! >{pid_file}; sleep 0.3"
+    )
     try:
         assert time.monotonic() - before < 3
         assert result.stdout == "ready\n"
-        assert alive(int(pid_file.read_text()))
+        assert alive(written_pid(pid_file))
     finally:
-        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+        os.kill(written_pid(pid_file), signal.SIGKILL)
 
 
 async def test_a_killed_leader_is_not_waited_for_because_of_a_pipe_in_another_session(
@@ -220,6 +240,22 @@ async def test_cancellation_ends_the_whole_group(
     assert not alive(grandchild)
 
 
+@pytest.mark.parametrize("milliseconds", [0, 1, 2, 3, 5, 8, 13])
+async def test_cancellation_during_the_start_leaves_nothing(
+    execute: process.Executor, tmp_path: pathlib.Path, milliseconds: int
+) -> None:
+    pid_file = tmp_path / "pid"
+    task = asyncio.create_task(execute.run("sh", "-c", f"sleep 300 & echo $! >{pid_file}; wait"))
+    await asyncio.sleep(milliseconds / 1000)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(5):
+            await task
+    grandchild = written_pid(pid_file)
+    await until(lambda: not grandchild or not alive(grandchild))
+    assert not grandchild or not alive(grandchild)
+
+
 async def test_cancellation_is_never_swallowed_while_pipes_are_drained(
     execute: process.Executor, tmp_path: pathlib.Path
 ) -> None:
@@ -227,7 +263,7 @@ async def test_cancellation_is_never_swallowed_while_pipes_are_drained(
     task = asyncio.create_task(execute.run("sh", "-c", f"sleep 300 & echo $! >{pid_file}"))
     try:
         await read_pid(pid_file)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.2)
         assert not task.done()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -238,10 +274,10 @@ async def test_cancellation_is_never_swallowed_while_pipes_are_drained(
 
 async def test_many_programs_at_once_leave_no_descriptors(execute: process.Executor) -> None:
     await execute.run("true")
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     await asyncio.gather(*(execute.run("sh", "-c", "echo x; echo y >&2") for _ in range(40)))
-    await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
-    assert len(os.listdir("/proc/self/fd")) <= before
+    await until(lambda: descriptors() <= before)
+    assert descriptors() <= before
 
 
 # Secrets
@@ -341,7 +377,7 @@ async def main():
 
 asyncio.run(main())
 """
-    worker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.DEVNULL)
+    worker = python(script)
     try:
         child = await read_pid(pid_file)
         assert alive(child)
@@ -356,24 +392,24 @@ asyncio.run(main())
 
 
 async def test_a_recorded_process_is_ended() -> None:
-    sleeper = subprocess.Popen(["sleep", "300"])
-    started = process.start_time(sleeper.pid)
+    left = sleeper()
+    started = process.start_time(left.pid)
     assert started is not None
-    assert await process.end_recorded(sleeper.pid, started)
-    assert sleeper.wait() == -signal.SIGTERM
-    assert not await process.end_recorded(sleeper.pid, started)
+    assert await process.end_recorded(left.pid, started)
+    assert left.wait() == -signal.SIGTERM
+    assert not await process.end_recorded(left.pid, started)
 
 
 async def test_another_process_under_a_recorded_pid_is_left_alone() -> None:
-    sleeper = subprocess.Popen(["sleep", "300"])
+    left = sleeper()
     try:
-        started = process.start_time(sleeper.pid)
+        started = process.start_time(left.pid)
         assert started is not None
-        assert not await process.end_recorded(sleeper.pid, started - 1)
-        assert sleeper.poll() is None
+        assert not await process.end_recorded(left.pid, started - 1)
+        assert left.poll() is None
     finally:
-        sleeper.kill()
-        sleeper.wait()
+        left.kill()
+        left.wait()
 
 
 def test_the_start_time_is_read_past_an_odd_program_name(tmp_path: pathlib.Path) -> None:

@@ -135,8 +135,8 @@ def _came_up(service: Service, state: State, server: subprocess.Popen[bytes], be
 
 def _explain_or_retry(service: Service, state: State, attempts: dict[str, int]) -> None:
     """Another program may have taken a port at the same moment: then try again with another."""
-    taken = [port for port in state.of(service.name).ports.values() if not port_is_free(port)]
     stop([service], state, quiet=True)
+    taken = [port for port in state.of(service.name).ports.values() if not port_is_free(port)]
     if not taken or attempts[service.name] == ATTEMPTS:
         raise ServicesError(_failure(service, "ended while it started"))
     attempts[service.name] += 1

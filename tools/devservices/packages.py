@@ -90,7 +90,9 @@ def install(script: Path) -> None:
         if subprocess.run(command, check=False).returncode != 0:
             raise ServicesError("the installation with sudo failed, see above")
     else:
-        raise ServicesError(_by_hand(names, "you are not root and sudo wants a password"))
+        raise ServicesError(
+            _by_hand(names, "you are neither root nor allowed sudo without a password")
+        )
     still = missing_packages()
     if still:
         raise ServicesError(f"installed, but something is still missing of: {' '.join(still)}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from devservices.common import DATABASE_VARIABLE, HOME, ServicesError, say
-from devservices.processes import arguments
+from devservices.processes import arguments, working_directory
 from devservices.state import secret
 
 FOLDER: Final = HOME / "postgres"
@@ -59,6 +59,9 @@ class PostgreSQL:
         if not (DATA / "PG_VERSION").exists():
             self._initialise()
             return
+        # Left by a crash. We know that the server has ended, but it takes any process with that
+        # pid, even a zombie, for another server.
+        (DATA / "postmaster.pid").unlink(missing_ok=True)
         have = (DATA / "PG_VERSION").read_text().strip()
         program = self._bin().parent.name
         if have != program:
@@ -87,10 +90,12 @@ class PostgreSQL:
         return subprocess.run([program, *command], check=False).returncode == 0
 
     def is_ours(self, pid: int) -> bool:
-        """PostgreSQL overwrites its environment, but the first process keeps its arguments."""
-        words = arguments(pid)
-        programs = {"postgres", "initdb"}
-        return Path(words[0]).name in programs and bool({str(DATA), str(DATA_NEW)} & set(words[1:]))
+        """Recognised by arguments; PostgreSQL itself overwrites those of all but the first."""
+        name, *rest = arguments(pid) or [""]
+        if Path(name).name in {"postgres", "initdb"}:
+            return bool({str(DATA), str(DATA_NEW)} & set(rest))
+        title = f"postgres: {SETTINGS['cluster_name']}: "
+        return name.startswith(title) and working_directory(pid) == DATA
 
     def url(self, ports: dict[str, int]) -> str:
         return f"postgresql://postgres:{secret()}@127.0.0.1:{ports['postgres']}/{DATABASE}"

@@ -101,6 +101,14 @@ def arguments(pid: int) -> list[str]:
     return []
 
 
+def working_directory(pid: int) -> Path | None:
+    """None also where the kernel does not let us look."""
+    try:
+        return (PROC / str(pid) / "cwd").readlink()
+    except OSError:
+        return None
+
+
 def send(process: Process, number: signal.Signals) -> None:
     if is_alive(process):
         with contextlib.suppress(ProcessLookupError):

@@ -101,6 +101,7 @@ class RabbitMQ:
         return kept | {
             MARK: str(FOLDER),
             "HOME": str(FOLDER / "home"),
+            "ERL_CRASH_DUMP_SECONDS": "0",  # write none: a failed start is told sooner
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "ERL_EPMD_PORT": str(ports["epmd"]),
             "RABBITMQ_NODENAME": NODE,

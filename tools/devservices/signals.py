@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Final, NoReturn
 
+from devservices.common import say
+
 # What asks a program to end; SIGINT already is an exception in Python.
 ENDING: Final = (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT)
 PASSED_ON: Final = (signal.SIGINT, *ENDING, signal.SIGUSR1, signal.SIGUSR2)
+NOT_RUN: Final = 127  # as shells say it
 SENT_BY_KERNEL: Final = 0x80  # SI_KERNEL of <signal.h>: a key in the terminal
 
 
@@ -50,7 +53,11 @@ def run_passing_signals(command: Sequence[str], environment: Mapping[str, str]) 
     watched = {*PASSED_ON, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     try:
-        child = os.posix_spawnp(command[0], [*command], environment, setsigmask=before)
+        try:
+            child = os.posix_spawnp(command[0], [*command], environment, setsigmask=before)
+        except OSError as error:
+            say(f"error: {command[0]}: {error.strerror}")
+            return NOT_RUN
         while True:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:

@@ -63,6 +63,7 @@ app.command("call")(call.call)
 
 def main() -> None:
     """Runs the command line; never returns."""
+    logs.configure(logs.Format.CONSOLE, level=logging.WARNING)
     sys.exit(_run())
 
 

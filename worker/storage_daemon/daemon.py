@@ -39,6 +39,9 @@ CONNECT_TIMEOUT: Final = 10.0
 STOP_TIMEOUT: Final = 10.0
 """Seconds for a daemon to flush and end by itself."""
 
+POLL_INTERVAL: Final = 0.01
+"""Seconds."""
+
 # All that the library logs is raised as well, and its debug log would show what was sent.
 logging.getLogger("qemu.qmp").setLevel(logging.CRITICAL)
 
@@ -67,6 +70,11 @@ class StorageDaemon:
             and recorded.started is not None
             and process.start_time(recorded.pid) == recorded.started
         )
+
+    @property
+    def connected(self) -> bool:
+        """Whether it runs and can be given commands."""
+        return self._client is not None and self.alive
 
     @property
     def pid(self) -> int | None:
@@ -159,7 +167,9 @@ class StorageDaemon:
         except qmp.ExecuteError as error:
             # Not as the cause: the library's error carries all that was sent.
             words = redaction.mask_text(str(error))
-            raise errors.TargetError(f"{PROGRAM} refused {command}: {words}") from None
+            raise errors.TargetError(
+                f"{PROGRAM} refused {command}: {words}", command=command, refusal=words
+            ) from None
         except TimeoutError:
             raise errors.TargetError(
                 f"{PROGRAM} did not answer {command} within {timeout:g} s", command=command
@@ -190,29 +200,43 @@ class StorageDaemon:
                 async with asyncio.timeout(1.0):
                     await client.disconnect()
 
-    async def stop(self) -> None:
-        """Ends the recorded daemon, flushed if it can be, and removes its record and sockets."""
+    async def stop(self, *, at_once: bool = False) -> None:
+        """Ends the recorded daemon and removes its record and sockets; none is no error.
+
+        It flushes and ends by itself if it can; ``at_once`` does not ask it to, for one that hangs.
+        """
         if self._record is None:
             self._record = record.read(self._folder)
-        if self._client is not None and self.alive:
-            with contextlib.suppress(errors.TargetError):
-                await self.execute("quit", timeout=STOP_TIMEOUT)
-            await self._wait_until_gone()
+        if self._record is None:
+            return
+        if not at_once:
+            # An earlier worker may have died before it could record the pid: the socket knows it.
+            with contextlib.suppress(TimeoutError, OSError, errors.TargetError):
+                async with asyncio.timeout(STOP_TIMEOUT):
+                    await self._quit()
         await self.release()
+        await self._end()
+
+    async def _end(self) -> None:
+        assert self._record is not None
         child, self._child = self._child, None
         if child is not None:
             await child.stop(grace=1.0)
-        recorded, self._record = self._record, None
-        if recorded is not None:
-            if recorded.pid is not None and recorded.started is not None:
-                await process.end_recorded(recorded.pid, recorded.started)
-            record.remove(self._folder)
+        if self._record.pid is not None and self._record.started is not None:
+            await process.end_recorded(self._record.pid, self._record.started)
+        record.remove(self._folder)
+        self._record = None
 
-    async def _wait_until_gone(self) -> None:
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + STOP_TIMEOUT
-        while self.alive and clock() < deadline:
-            await asyncio.sleep(0.01)
+    async def _quit(self) -> None:
+        if self._client is None:
+            await self._connect()
+        with contextlib.suppress(errors.TargetError):
+            # It may hang up before it has answered, and flushes after that.
+            await self.execute("quit")
+        for _ in range(int(STOP_TIMEOUT / POLL_INTERVAL)):
+            if not self.alive:
+                return
+            await asyncio.sleep(POLL_INTERVAL)
 
     async def _connect_when_ready(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -221,7 +245,7 @@ class StorageDaemon:
             try:
                 return await self._connect()
             except OSError:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(POLL_INTERVAL)
         if self._child is not None and self._child.exit_code is not None:
             await self._child.wait()
             raise errors.TargetError(
@@ -244,14 +268,13 @@ class StorageDaemon:
             peer.settimeout(0)
             pid = _peer_pid(peer)
             started = process.start_time(pid)
-            if started is None or (recorded.pid or pid, recorded.started or started) != (
-                pid,
-                started,
+            if started is None or (
+                recorded.pid and (recorded.pid, recorded.started) != (pid, started)
             ):
                 raise ProcessLookupError(f"process {recorded.pid} does not run any more")
+            self._save(dataclasses.replace(recorded, pid=pid, started=started))
             self._client = await _open_session(peer)
             stack.pop_all()
-        self._save(dataclasses.replace(recorded, pid=pid, started=started))
 
     def _save(self, recorded: record.Record) -> None:
         if recorded != self._record:

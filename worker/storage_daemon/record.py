@@ -10,6 +10,8 @@ from typing import Final
 
 import structlog
 
+from messages import errors
+
 log = structlog.get_logger(__name__)
 
 SOCKET_PATH_LIMIT: Final = 107
@@ -57,17 +59,23 @@ def write(folder: pathlib.Path, record: Record) -> None:
 
 
 def write_private(path: pathlib.Path, content: bytes) -> None:
-    """Replaces a file atomically and durably with one that only its owner can read."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    """Replaces a file atomically and durably with one that only its owner can read.
+
+    Raises:
+        TargetError: it cannot be written, for want of space or rights.
+    """
+    temporary: str | None = None
     try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        pathlib.Path(name).replace(path)
-    except BaseException:
-        pathlib.Path(name).unlink(missing_ok=True)
-        raise
+        pathlib.Path(temporary).replace(path)
+    except OSError as error:
+        if temporary is not None:
+            pathlib.Path(temporary).unlink(missing_ok=True)
+        raise errors.TargetError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def boot_id() -> str:
@@ -76,9 +84,16 @@ def boot_id() -> str:
 
 
 def make_private(folder: pathlib.Path) -> None:
-    """Makes a folder, with those above it, that only its owner can enter."""
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    """Makes a folder, with those above it, that only its owner can enter.
+
+    Raises:
+        TargetError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise errors.TargetError(f"{folder} cannot be made: {error.strerror}") from error
 
 
 def make_sockets_folder(folder: pathlib.Path) -> pathlib.Path:
@@ -88,10 +103,18 @@ def make_sockets_folder(folder: pathlib.Path) -> pathlib.Path:
         shutil.rmtree(sockets, ignore_errors=True)
         make_private(sockets)
         return sockets
-    for base in (os.environ.get("XDG_RUNTIME_DIR"), "/run"):
-        if base and len(base) < SOCKET_PATH_LIMIT // 2 and os.access(base, os.W_OK | os.X_OK):
-            return pathlib.Path(tempfile.mkdtemp(prefix="volume-worker-", dir=base))
-    return pathlib.Path(tempfile.mkdtemp(prefix="volume-worker-", dir="/tmp"))
+    try:
+        return pathlib.Path(tempfile.mkdtemp(prefix="volume-worker-", dir=_short_folder()))
+    except OSError as error:
+        raise errors.TargetError(f"no folder for sockets can be made: {error}") from error
+
+
+def _short_folder() -> str:
+    for folder in (os.environ.get("XDG_RUNTIME_DIR", ""), "/run"):
+        short = 0 < len(os.fsencode(folder)) < SOCKET_PATH_LIMIT // 2
+        if short and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return "/tmp"  # noqa: S108 - the folder made there is private
 
 
 def remove(folder: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""What the copier reads from or writes to: a :class:`Endpoint` is a file, a block device or an NBD export.
+"""What the copier reads from and writes to: a file, a block device or an NBD export.
 
 Offsets and lengths are bytes. An endpoint may be used by several threads at once, as long as no two
 of them work on the same piece (:data:`worker.transfer.extents.PIECE`).
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 
 class Extent(NamedTuple):
-    """A run of bytes that is either all zero, as far as the endpoint knows without a look, or data."""
+    """A run of bytes: zeros, as the endpoint knows without reading them, or data."""
 
     offset: int
     length: int
@@ -22,8 +22,8 @@ class Extent(NamedTuple):
 class Endpoint(Protocol):
     """Random access to a fixed number of bytes.
 
-    Every method raises ``DeviceUnavailable`` where the device cannot be reached, read or written, and
-    the writing ones ``InsufficientSpace`` where it is full.
+    Every method raises ``DeviceUnavailable`` where the device cannot be reached, read or written,
+    and the writing ones ``InsufficientSpace`` where it is full.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Endpoint(Protocol):
         ...
 
     def drop_cache(self) -> None:
-        """Has the next reads come from the storage rather than from memory, where that can be asked."""
+        """Has the next reads come from the storage, not from memory, where it can be asked for."""
         ...
 
     def close(self) -> None:

@@ -7,9 +7,9 @@ from typing import Final, NamedTuple
 from worker.transfer import endpoint
 
 PIECE: Final = 4 * 1024 * 1024
-"""Bytes. Work is given out in pieces of this size, aligned to it; a digest is made of the same ones."""
-_LOOK_AHEAD: Final = 1024 * 1024 * 1024
-"""Bytes that an endpoint is asked about at a time."""
+"""Bytes. Work is given out in aligned pieces of this size; digests are made of the same ones."""
+_LOOK_AHEAD: Final = 256 * 1024 * 1024
+"""Bytes that an endpoint is asked about at a time; it bounds how many extents are held at once."""
 
 
 class Span(NamedTuple):
@@ -59,15 +59,16 @@ class Walk:
 def copy_pieces(
     source: endpoint.Endpoint, destination: endpoint.Endpoint, size: int
 ) -> Iterator[Piece]:
-    """The pieces of a copy: the destination is only asked where the source has zeros."""
+    """The pieces of a copy. The destination is only asked where the source has zeros."""
     return _pieces(_copy_spans(Walk(source, size), Walk(destination, size), size))
 
 
-def verify_pieces(
+def read_pieces(
     source: endpoint.Endpoint | None, destination: endpoint.Endpoint, size: int
 ) -> Iterator[Piece]:
-    """The pieces of a reading back: both sides are asked everywhere; no source counts as data."""
-    return _pieces(_verify_spans(Walk(source, size) if source else None, Walk(destination, size), size))
+    """The pieces of a reading back; without a source it is as if it said the same."""
+    walk = Walk(source, size) if source else None
+    return _pieces(_read_spans(walk, Walk(destination, size), size))
 
 
 def _copy_spans(source: Walk, destination: Walk, size: int) -> Iterator[Span]:
@@ -79,13 +80,13 @@ def _copy_spans(source: Walk, destination: Walk, size: int) -> Iterator[Span]:
             yield Span(part.offset, part.length, source_zero=True, destination_zero=part.zero)
 
 
-def _verify_spans(source: Walk | None, destination: Walk, size: int) -> Iterator[Span]:
+def _read_spans(source: Walk | None, destination: Walk, size: int) -> Iterator[Span]:
     for extent in destination.cut(0, size):
-        if source is None:
-            yield Span(extent.offset, extent.length, False, extent.zero)  # noqa: FBT003
-            continue
-        for part in source.cut(extent.offset, extent.length):
-            yield Span(part.offset, part.length, part.zero, extent.zero)
+        parts = source.cut(extent.offset, extent.length) if source else (extent,)
+        for part in parts:
+            yield Span(
+                part.offset, part.length, source_zero=part.zero, destination_zero=extent.zero
+            )
 
 
 def _pieces(spans: Iterator[Span]) -> Iterator[Piece]:
@@ -94,23 +95,17 @@ def _pieces(spans: Iterator[Span]) -> Iterator[Piece]:
     for span in spans:
         rest = span
         while rest.length:
-            offset = rest.offset
             whole = rest.length // PIECE * PIECE
-            if not gathered and offset % PIECE == 0 and whole and _reads_nothing(span):
+            if rest.source_zero and rest.destination_zero and whole and rest.offset % PIECE == 0:
                 head, rest = _split(rest, whole)
-                yield Piece(offset, whole, (head,))
-                continue
-            head, rest = _split(rest, min(rest.length, PIECE - offset % PIECE))
+            else:
+                head, rest = _split(rest, min(rest.length, PIECE - rest.offset % PIECE))
             gathered.append(head)
             if rest.offset % PIECE == 0:
                 yield _gather(gathered)
                 gathered = []
     if gathered:
         yield _gather(gathered)
-
-
-def _reads_nothing(span: Span) -> bool:
-    return span.source_zero
 
 
 def _split(span: Span, length: int) -> tuple[Span, Span]:
@@ -121,3 +116,10 @@ def _split(span: Span, length: int) -> tuple[Span, Span]:
 def _gather(spans: list[Span]) -> Piece:
     first, last = spans[0], spans[-1]
     return Piece(first.offset, last.offset + last.length - first.offset, tuple(spans))
+
+
+def is_blank(piece: Piece) -> bool:
+    """Whether it is one or more whole pieces that both sides call zero."""
+    return piece.length % PIECE == 0 and all(
+        span.source_zero and span.destination_zero for span in piece.spans
+    )

@@ -51,9 +51,7 @@ class File:
             ordinary file in the place of a device, or may not be opened.
     """
 
-    def __init__(
-        self, path: pathlib.Path, *, writable: bool, may_be_empty: bool = False
-    ) -> None:
+    def __init__(self, path: pathlib.Path, *, writable: bool, may_be_empty: bool = False) -> None:
         self.name = str(path)
         with self._faults("opened"):
             self._check_kind(os.stat(path), path)  # noqa: PTH116
@@ -181,18 +179,20 @@ class File:
         end = max((offset + length) // self._sector * self._sector, start)
         self._write_zeros(offset, start - offset)
         self._write_zeros(end, offset + length - end)
-        while end > start:
-            method = self._zero_methods[0]
-            try:
-                with self._faults("zeroed", start):
-                    method(start, end - start)
-                return
-            except errors.DeviceUnavailable as fault:
-                refused = fault.details.get("errno") in _CANNOT
-                if not refused or len(self._zero_methods) == 1:
-                    raise
-                # Another thread may have been told the same, and have removed it already.
-                self._zero_methods = [m for m in self._zero_methods if m != method]
+        if start < end:
+            any(self._can(method, start, end - start) for method in tuple(self._zero_methods))
+
+    def _can(self, method: ZeroMethod, offset: int, length: int) -> bool:
+        """Zeroes a range by one of the methods, or learns that it does not work here."""
+        try:
+            with self._faults("zeroed", offset):
+                method(offset, length)
+        except errors.DeviceUnavailable as fault:
+            if fault.details.get("errno") not in _CANNOT or method == self._write_zeros:
+                raise
+            self._zero_methods = [other for other in self._zero_methods if other != method]
+            return False
+        return True
 
     def _punch_hole(self, offset: int, length: int) -> None:
         libc.fallocate(self.descriptor, libc.PUNCH_HOLE | libc.KEEP_SIZE, offset, length)

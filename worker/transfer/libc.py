@@ -27,5 +27,5 @@ def fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """Has the kernel send this process a signal when its parent ends (PR_SET_PDEATHSIG, prctl(2))."""
+    """Asks for a signal when the parent ends (PR_SET_PDEATHSIG, prctl(2))."""
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Telling zeros from data in what was read."""
+"""Telling zeros from data in what was read, and equal from different."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -6,10 +6,11 @@ from typing import Final
 GRAIN: Final = 64 * 1024
 """Bytes: zeros inside data are looked for in blocks of this size."""
 
-# bytearray compares with any buffer by memcmp and stops at the first difference; memoryview compares
+# bytearray compares with any buffer by memcmp and stops at the first difference; memoryview goes
 # item by item, and is slower by a factor of ten.
 BLANK: Final = bytearray(1024 * 1024)
 """Zeros, never to be written to."""
+_BLANK_GRAIN: Final = bytearray(GRAIN)
 _BLANK_VIEW: Final = memoryview(BLANK).toreadonly()
 
 
@@ -20,9 +21,12 @@ def blank(length: int) -> memoryview:
 
 def is_zero(view: memoryview) -> bool:
     """Whether the view, of at most 1 MiB, is all zeros."""
-    if len(view) == len(BLANK):
-        return BLANK == view
-    return bytearray(len(view)) == view
+    return is_same(_BLANK_GRAIN if len(view) <= GRAIN else BLANK, view)
+
+
+def is_same(buffer: bytearray, view: memoryview) -> bool:
+    """Whether the buffer begins with what the view holds."""
+    return (buffer if len(buffer) == len(view) else buffer[: len(view)]) == view
 
 
 def runs(view: memoryview) -> Iterator[tuple[int, int, bool]]:
