@@ -15,7 +15,7 @@ from typing import Any, Final
 import pydantic
 import pydantic_core
 
-from messages import errors, requests
+from messages import decoding, errors, requests
 
 CONTENT_TYPE: Final = "application/json"
 
@@ -56,9 +56,11 @@ def read_properties(
     """Checks the AMQP properties of a request.
 
     Raises:
-        Malformed: the ``message_id`` is not a UUID.
+        Malformed: the ``message_id`` is not a UUID, or a property cannot be decoded.
         InvalidRequest: a header is not what the contract says.
     """
+    if undecodable := headers.get(decoding.UNDECODABLE):
+        raise Malformed(f"a property cannot be decoded: {undecodable}", member=str(undecodable))
     if not message_id:
         identity = uuid.uuid4()
     else:

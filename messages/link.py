@@ -17,7 +17,7 @@ import aio_pika.exceptions
 import pydantic
 import structlog
 
-from messages import errors
+from messages import decoding, errors
 
 log = structlog.get_logger(__name__)
 
@@ -35,6 +35,8 @@ AWAY: Final = (
     asyncio.IncompleteReadError,
 )
 """What publishing or declaring raises when the broker, or the way to it, is in trouble."""
+
+decoding.tolerate()
 
 Setup = Callable[[aio_pika.abc.AbstractConnection], Awaitable[None]]
 
