@@ -1,4 +1,5 @@
 # Everything a developer needs. `make` lists the targets; each does all the set-up that it needs.
+# Recipes `exec` what may start something: a signal to make then reaches that and not a shell.
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
@@ -25,7 +26,7 @@ python:
 
 .PHONY: packages
 packages: python ## install the system packages that are missing (Debian; root or sudo)
-	@$(SERVICES) install
+	@exec $(SERVICES) install
 
 .PHONY: venv
 venv: packages ## make .venv with the project and its development tools
@@ -37,7 +38,7 @@ venv-run: packages
 
 .PHONY: services
 services: packages ## start a private RabbitMQ and PostgreSQL and leave them running
-	@$(SERVICES) start
+	@exec $(SERVICES) start
 
 .PHONY: services-stop
 services-stop: python ## stop them
@@ -45,11 +46,11 @@ services-stop: python ## stop them
 
 .PHONY: demo
 demo: venv-run ## show the worker at work, with services of its own or those of `make services`
-	@$(SERVICES) run -- $(BIN)/volume-worker demo
+	@exec $(SERVICES) run -- $(BIN)/volume-worker demo
 
 .PHONY: test
 test: venv ## run the tests likewise; ARGS="-k text tests/unit" go to pytest
-	@$(SERVICES) run -- $(BIN)/python -m pytest -n 2 $(ARGS)
+	@exec $(SERVICES) run -- $(BIN)/python -m pytest -n 2 $(ARGS)
 
 .PHONY: lint
 lint: venv ## ruff and import-linter
