@@ -101,6 +101,8 @@ class Driver(Protocol):
     vendor_name: ClassVar[str] = "Open Source"
     default_target: ClassVar[str] = "nbd"
     """The target used where the configuration names none."""
+    target_aliases: ClassVar[Mapping[str, str]] = {}
+    """Targets that the configuration may name, by what they mean for this driver."""
 
     def __init__(self, context: Context) -> None: ...
 

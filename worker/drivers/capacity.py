@@ -1,0 +1,96 @@
+"""Whether a volume fits: Cinder's rule, and the count of what was promised."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+
+from messages import errors
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Space:
+    """A file system's space, in bytes."""
+
+    total: int
+    free: int
+
+
+def space(directory: pathlib.Path) -> Space:
+    """The space of the file system that a directory is on, as an ordinary user has it."""
+    found = os.statvfs(directory)
+    return Space(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+
+
+@dataclasses.dataclass(slots=True)
+class Taken:
+    """Bytes taken for something that is being made; given back unless ``kept``."""
+
+    amount: int
+    kept: bool = False
+
+
+class Ledger:
+    """What the volumes of a thin backend may grow to, counted as they come and go.
+
+    Args:
+        ratio: ``max_over_subscription_ratio``.
+        reserved_percentage: of the total, that no volume gets.
+    """
+
+    def __init__(self, ratio: float, reserved_percentage: int) -> None:
+        self._ratio = ratio
+        self._reserved_percentage = reserved_percentage
+        self._counted = 0
+        self._in_the_making = 0
+        self.volumes = 0
+
+    @property
+    def provisioned(self) -> int:
+        """Bytes promised, with those that are being taken."""
+        return self._counted + self._in_the_making
+
+    def set(self, sizes: Sequence[int]) -> None:
+        """Begins anew with what was found."""
+        self._counted = sum(sizes)
+        self.volumes = len(sizes)
+
+    @contextlib.contextmanager
+    def taking(self, amount: int, *, volumes: int = 1) -> Iterator[Taken]:
+        """Counts ``amount`` bytes before they are taken, so that two takers see each other."""
+        taken = Taken(amount)
+        self._in_the_making += amount
+        try:
+            yield taken
+        finally:
+            self._in_the_making -= amount
+            if taken.kept:
+                self._counted += amount
+                self.volumes += volumes
+
+    def give_back(self, amount: int) -> None:
+        """Counts a volume of ``amount`` bytes out."""
+        self._counted = max(0, self._counted - amount)
+        self.volumes = max(0, self.volumes - 1)
+
+    def check(self, space: Space, amount: int) -> None:
+        """Cinder's capacity filter for thin storage; ``amount`` bytes are counted already.
+
+        Raises:
+            InsufficientSpace: more would be promised than ``max_over_subscription_ratio`` allows,
+                or the free space less what is reserved cannot carry it.
+        """
+        if self.provisioned > space.total * self._ratio:
+            raise errors.InsufficientSpace(
+                f"{self.provisioned} bytes would be promised of {space.total}; allowed are"
+                f" {self._ratio:g} times as many (max_over_subscription_ratio)"
+            )
+        reserved = math.floor(space.total * self._reserved_percentage / 100)
+        usable = space.free - reserved
+        if usable * self._ratio < amount:
+            raise errors.InsufficientSpace(
+                f"{amount} bytes do not fit: {space.free} are free, {reserved} of them reserved"
+                f" (reserved_percentage), each promised {self._ratio:g} times at most"
+            )
