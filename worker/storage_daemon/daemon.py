@@ -129,6 +129,7 @@ class StorageDaemon:
         Raises:
             TargetError: it runs and does not answer; it is left alone, since it may be serving.
         """
+        await self.release()
         self._record = record.read(self._folder)
         if self._record is None:
             return False
@@ -195,10 +196,7 @@ class StorageDaemon:
         """Lets go of QMP; the daemon goes on, and another client can drive it."""
         client, self._client = self._client, None
         if client is not None:
-            # What ended the session is of no interest any more.
-            with contextlib.suppress(TimeoutError, qmp.QMPError, OSError, EOFError):
-                async with asyncio.timeout(1.0):
-                    await client.disconnect()
+            await asyncio.shield(_close_session(client))
 
     async def stop(self, *, at_once: bool = False) -> None:
         """Ends the recorded daemon and removes its record and sockets; none is no error.
@@ -297,6 +295,13 @@ async def _open_session(peer: socket.socket) -> qmp.QMPClient:
     except (qmp.QMPError, OSError) as error:
         raise ConnectionResetError(f"{PROGRAM} hung up: {error}") from error
     return client
+
+
+async def _close_session(client: qmp.QMPClient) -> None:
+    # What ended the session is of no interest any more.
+    with contextlib.suppress(TimeoutError, qmp.QMPError, OSError, EOFError):
+        async with asyncio.timeout(1.0):
+            await client.disconnect()
 
 
 def json_argument(value: Mapping[str, Any]) -> str:
