@@ -8,7 +8,7 @@ from typing import Any, Final
 import structlog
 
 from messages import errors, topology
-from worker import plugins, process, settings
+from worker import gate, plugins, process, settings
 from worker.drivers import base as drivers
 from worker.targets import base as targets
 
@@ -44,6 +44,8 @@ class Backend:
         self.target: targets.Target = target_class(
             targets.Context(host, configured.name, configured.options, execute, own_dir)
         )
+        self.serving = gate.Gate()
+        """Entered together to change what the target serves, alone to restore what it serves."""
         self.changed = asyncio.Event()
         """Set when a volume came, went or grew: the stats are worth telling again."""
         self.error: errors.VolumeWorkerError | None = errors.DriverNotInitialized(

@@ -201,7 +201,8 @@ def _backend(name: str, raw: Mapping[str, Any]) -> Backend:
         raise ConfigurationError(f"{place}.driver: must name a driver")
     try:
         driver = plugins.load("drivers", values["driver"])
-        values["target"] = _target_name(values, place) or driver.default_target
+        named = _target_name(values, place) or driver.default_target
+        values["target"] = driver.target_aliases.get(named, named)
         target = plugins.load("targets", values["target"])
     except plugins.UnknownPlugin as error:
         raise ConfigurationError(f"{place}: {error}") from None

@@ -78,6 +78,10 @@ class Supervisor:
 
     async def _restore(self) -> None:
         """Lets the target serve again what is recorded as exported."""
+        async with self._backend.serving.alone():
+            await self._restore_alone()
+
+    async def _restore_alone(self) -> None:
         recorded = await connection_store.served(self._store, self._backend.address)
         failed = await self._backend.target.restore(
             [

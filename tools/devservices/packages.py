@@ -50,6 +50,7 @@ NEEDS: Final[Mapping[str, Callable[[], bool]]] = {
     "qemu-system-common": _programs("qemu-storage-daemon"),
     "qemu-block-extra": _files("/usr/lib", "*/qemu/block-iscsi.so"),
     "tgt": _programs("tgtd", "tgtadm"),
+    "libiscsi-bin": _programs("iscsi-ls", "iscsi-inq"),
     "libnbd-bin": _programs("nbdinfo", "nbdcopy"),
     "e2fsprogs": _programs("mkfs.ext4", "debugfs"),
     "fuse3": _programs("fusermount3"),

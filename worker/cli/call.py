@@ -1,48 +1,136 @@
 """``volume-worker call``: sends a request, prints the result."""
 
 import asyncio
-import json
-from typing import Annotated, Any
+import contextlib
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Any, Final
 
 import typer
 
-from messages import client, errors
+from messages import client, errors, redaction, requests
 from worker import settings
-from worker.cli import options
+from worker.cli import arguments, failures, options, output, progress, reach
+
+WATCH_TIMEOUT: Final = 24 * 3600.0
+"""Seconds for which a job is watched that nobody has set a time for."""
+_METHOD: Final = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 
 def call(
     method: Annotated[str, typer.Argument(help="create_volume, get_volume, …")],
-    address: Annotated[str, typer.Argument(help="HOST@BACKEND")],
+    address: Annotated[
+        str,
+        typer.Argument(help="HOST@BACKEND, such as host-a@fast", callback=options.check_address),
+    ],
     pairs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Arguments; values are JSON or text."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Arguments: volume.name=v volume.size_bytes=1GiB; values are JSON or text.",
+        ),
     ] = None,
-    args: Annotated[str | None, typer.Option("--args", help="Arguments as a JSON object.")] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds.")] = 60.0,
-    cast: Annotated[bool, typer.Option("--cast", help="Do not wait for a result.")] = False,
+    *,
+    args: Annotated[
+        str | None, typer.Option("--args", metavar="JSON", help="Arguments as a JSON object.")
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout", min=0.1, max=10**7, help="Seconds to wait: 60, with --watch a day."
+        ),
+    ] = None,
+    cast: Annotated[
+        bool, typer.Option("--cast", help="Do not wait for a result; print the job's id.")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show how far the job has come.")] = False,
     config: options.Config = None,
+    as_json: options.Json = False,
 ) -> None:
     """Sends a request and prints its result."""
+    if not _METHOD.fullmatch(method):
+        raise typer.BadParameter(f"{output.plain(method)!r} is no method, such as create_volume")
+    if cast and watch:
+        raise typer.BadParameter("--cast does not wait, so there is nothing to --watch")
+    given = arguments.parse(pairs or [], args)
     configured = settings.load(config)
-    arguments = _arguments(pairs or [], args)
-    result = asyncio.run(_send(configured, method, address, arguments, timeout))
-    options.print_json(result)
+    patience = timeout or (WATCH_TIMEOUT if watch else client.DEFAULT_TIMEOUT)
+    if cast:
+        _print_cast(asyncio.run(_cast(configured, method, address, given, patience)), as_json)
+        return
+    shown = progress.watch(method, as_json=as_json) if watch else None
+    try:
+        result = asyncio.run(
+            _call(configured, method, address, given, timeout=patience, shown=shown)
+        )
+    except errors.VolumeWorkerError as error:
+        if as_json and not isinstance(error, errors.Unreachable | settings.ConfigurationError):
+            output.print_json(redaction.mask_tree(error.to_wire()))
+        raise typer.Exit(failures.report(_with_advice(error, method, configured))) from None
+    # Secrets are for the connector that asks for them, never for a terminal or a file.
+    output.print_json(redaction.mask_tree(result))
 
 
-def _arguments(pairs: list[str], as_json: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(as_json) if as_json else {}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        try:
-            found[key] = json.loads(value)
-        except ValueError:
-            found[key] = value
-    return found
+async def _call(
+    configured: settings.Settings,
+    method: str,
+    address: str,
+    args: Mapping[str, Any],
+    *,
+    timeout: float,
+    shown: progress.Watch | None,
+) -> Mapping[str, Any]:
+    async with _client(configured) as volumes:
+        with shown or contextlib.nullcontext():
+            return await volumes.call(method, address, args, timeout=timeout, on_status=shown)
 
 
-async def _send(
-    configured: settings.Settings, method: str, address: str, args: dict[str, Any], timeout: float
-) -> Any:
-    async with client.Client(configured.broker_url, namespace=configured.namespace) as volumes:
-        return await volumes.call(method, address, args, timeout=timeout)
+async def _cast(
+    configured: settings.Settings,
+    method: str,
+    address: str,
+    args: Mapping[str, Any],
+    timeout: float,
+) -> str:
+    async with _client(configured) as volumes:
+        return str(await volumes.cast(method, address, args, timeout=timeout))
+
+
+@contextlib.asynccontextmanager
+async def _client(configured: settings.Settings) -> AsyncIterator[client.Client]:
+    # A client waits for a broker that is away; here somebody waits for the client.
+    async with reach.broker(configured.broker_url):
+        pass
+    async with client.Client(
+        configured.broker_url, namespace=configured.namespace, name="volume-worker call"
+    ) as volumes:
+        yield volumes
+
+
+def _print_cast(job_id: str, as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
+    if as_json:
+        output.print_json({"job_id": job_id})
+    else:
+        output.say(job_id)
+
+
+def _with_advice(
+    error: errors.VolumeWorkerError, method: str, configured: settings.Settings
+) -> errors.VolumeWorkerError:
+    """The error, with what this command line can do about it."""
+    match error:
+        case errors.ReplyTimeout():
+            known = requests.METHODS.get(method)
+            if known is not None and known.kind is requests.Kind.READ:
+                advice = "is its worker running? Send it again; a read is not kept"
+            else:
+                advice = f"ask for it later with: volume-worker jobs show {error.details['job_id']}"
+            waited = error.message.partition(";")[0]
+            return errors.ReplyTimeout(f"{waited}; {advice}", **error.details)
+        case errors.NoSuchAddress():
+            return errors.NoSuchAddress(
+                f"{error.message}. Is the namespace ({configured.namespace}) right, and has "
+                "`volume-worker run` been started on that host?"
+            )
+        case _:
+            return error

@@ -84,7 +84,8 @@ async def _give_access(
             ) from error
     backend = context.backends[volume.address]
     backend.require()
-    connection = await connections.connect(context, backend, volume, connector)
+    async with backend.serving.together():
+        connection = await connections.connect(context, backend, volume, connector)
     return {"driver_volume_type": connection.driver_volume_type, "data": connection.data}
 
 

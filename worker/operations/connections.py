@@ -86,7 +86,8 @@ async def end(
     """Ends the connection of a connector, if there is one."""
     found = await connections.find_for(context.store, volume.id, connector)
     if found is not None:
-        await disconnect(context, backend, volume, [found.id], force=True)
+        async with backend.serving.together():
+            await disconnect(context, backend, volume, [found.id], force=True)
 
 
 def as_target_sees(connection: connections.Connection) -> targets.Connection:
@@ -128,7 +129,8 @@ def _local_info(
 async def _initialize(context: base.Context) -> base.Outcome:
     args: requests.InitializeConnection = context.args
     volume = await volumes.get(context.store, args.volume_id)
-    connection = await connect(context, context.backend, volume, args.connector)
+    async with context.backend.serving.together():
+        connection = await connect(context, context.backend, volume, args.connector)
     result = {
         "connection_id": str(connection.id),
         "driver_volume_type": connection.driver_volume_type,
@@ -145,7 +147,8 @@ async def _terminate(context: base.Context) -> base.Outcome:
     volume = await volumes.get(context.store, args.volume_id)
     ids = await _which(context, volume, args)
     if ids is None or ids:
-        await disconnect(context, backend, volume, ids, force=args.force)
+        async with backend.serving.together():
+            await disconnect(context, backend, volume, ids, force=args.force)
     return base.Outcome(result={}, change=jobs.VolumeChange(volume.id))
 
 

@@ -42,7 +42,8 @@ async def remove(context: base.Context, backend: backends.Backend, volume: volum
 async def _create(context: base.Context) -> base.Outcome:
     args: requests.VolumeOnly = context.args
     volume = await volumes.get(context.store, args.volume_id)
-    await make(context, context.backend, volume, "explicit")
+    async with context.backend.serving.together():
+        await make(context, context.backend, volume, "explicit")
     return base.Outcome(change=jobs.VolumeChange(volume.id))
 
 
@@ -51,7 +52,8 @@ async def _ensure(context: base.Context) -> base.Outcome:
     volume = await volumes.get(context.store, args.volume_id)
     # What a connection asked for stays tied to it; what nobody asked for is asked for now.
     export = "explicit" if volume.export == "none" else volume.export
-    await make(context, context.backend, volume, export)
+    async with context.backend.serving.together():
+        await make(context, context.backend, volume, export)
     return base.Outcome(change=jobs.VolumeChange(volume.id))
 
 
@@ -64,7 +66,8 @@ async def _remove(context: base.Context) -> base.Outcome:
         )
     if volume.export == "none":
         return base.Outcome(result={})
-    await remove(context, context.backend, volume)
+    async with context.backend.serving.together():
+        await remove(context, context.backend, volume)
     return base.Outcome(change=jobs.VolumeChange(volume.id))
 
 

@@ -60,7 +60,8 @@ async def _delete(context: base.Context) -> base.Outcome:
     context.on_failure = jobs.VolumeChange(volume.id, {"status": VolumeStatus.ERROR_DELETING})
     reference = base.reference(volume)
     if volume.export != "none":
-        await backend.target.remove_export(reference)
+        async with backend.serving.together():
+            await backend.target.remove_export(reference)
     await backend.driver.delete_volume(reference)
     backend.changed.set()
     return base.Outcome(result={}, change=jobs.VolumeChange(volume.id, drop=True))

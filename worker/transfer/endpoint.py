@@ -29,6 +29,8 @@ class Endpoint(Protocol):
     name: str
     """For messages."""
     size: int
+    identity: object
+    """Equal for two openings of one thing, as far as that can be told."""
 
     def extents(self, offset: int, length: int) -> list[Extent]:
         """What is known of a range, in order, from its start; it may end early, but is never empty.

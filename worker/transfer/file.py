@@ -61,8 +61,12 @@ class File:
         try:
             status = os.fstat(self.descriptor)
             self._check_kind(status, path)
-            self.identity = (status.st_dev, status.st_ino)
             self.is_block = stat.S_ISBLK(status.st_mode)
+            self.identity: object = (
+                ("device", status.st_rdev)
+                if self.is_block
+                else ("file", status.st_dev, status.st_ino)
+            )
             self._measure(status)
             if not self.size and not may_be_empty:
                 self._refuse("is empty")

@@ -1,0 +1,96 @@
+"""The arguments of a request, from what was typed: ``KEY=VALUE`` pairs and a JSON object."""
+
+import json
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any, Final, NoReturn
+
+import typer
+
+from worker.cli import output
+
+_UNITS: Final = {
+    "": 1,
+    "b": 1,
+    **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib", "pib"), 1)},
+    **{unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb", "pb"), 1)},
+}
+_SIZE: Final = re.compile(r"(?P<number>\d{1,20}(?:\.\d{1,20})?)\s*(?P<unit>[A-Za-z]*)")
+
+
+def parse(pairs: Sequence[str], as_json: str | None) -> dict[str, Any]:
+    """The arguments; a pair wins over the same member of the JSON object.
+
+    A value is JSON where it parses, else text. ``volume.name=v`` sets a member of an object, and
+    keys that end in ``_bytes`` take sizes such as ``1GiB``.
+
+    Raises:
+        BadParameter: one of them cannot be read, or they contradict each other.
+    """
+    found = {} if as_json is None else _object(as_json)
+    given: set[str] = set()
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        path = key.split(".")
+        if not equals or not all(path):
+            raise typer.BadParameter(
+                f"{output.plain(pair)!r} is no KEY=VALUE, such as volume.size_bytes=1GiB"
+            )
+        if key in given:
+            raise typer.BadParameter(f"{output.plain(key)} is given twice")
+        given.add(key)
+        _put(found, path, _value(key, text))
+    return found
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text, parse_constant=_refuse)
+    except ValueError as error:
+        raise typer.BadParameter(f"--args is not JSON: {error}") from None
+    except RecursionError:
+        raise typer.BadParameter("--args is nested too deeply") from None
+    if not isinstance(data, dict):
+        raise typer.BadParameter('--args must be a JSON object, such as {"volume_id": "…"}')
+    return data
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _put(into: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    *outer, last = path
+    for depth, name in enumerate(outer, 1):
+        inner = into.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise typer.BadParameter(
+                f"{output.plain('.'.join(path[:depth]))} is given as a value and as an object"
+            )
+        into = inner
+    if isinstance(into.get(last), dict) and isinstance(value, dict):
+        value = {**into[last], **value}
+    into[last] = value
+
+
+def _value(key: str, text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
+    return _size(key, text) if key.endswith("_bytes") else text
+
+
+def _size(key: str, text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    factor = _UNITS.get(match["unit"].lower()) if match else None
+    if match is None or factor is None:
+        raise typer.BadParameter(
+            f"{output.plain(key)}: {output.plain(text)!r} is no size; write bytes, or 512MiB, "
+            "1GiB, 1.5TiB"
+        )
+    count = Decimal(match["number"]) * factor
+    if count != int(count):
+        raise typer.BadParameter(f"{output.plain(key)}: {output.plain(text)!r} is no whole number")
+    return int(count)

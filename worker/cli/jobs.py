@@ -1,0 +1,108 @@
+"""``volume-worker jobs``: jobs as recorded, with the broker there or away."""
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import rich.text
+import typer
+
+from messages import resources
+from worker import settings
+from worker.cli import options, output, progress, reach
+from worker.store import jobs
+
+commands = typer.Typer(
+    help="Jobs: accepted requests, and what became of them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_STYLES = {"succeeded": "green", "failed": "red", "dead": "bold red", "running": "cyan"}
+
+
+@commands.command("list")
+def list_(
+    *,
+    state: Annotated[
+        resources.JobState | None, typer.Option("--state", help="Only in this state.")
+    ] = None,
+    address: options.Address = None,
+    volume: Annotated[
+        uuid.UUID | None, typer.Option("--volume", metavar="ID", help="Only of this volume.")
+    ] = None,
+    limit: options.Limit = 100,
+    after: options.After = None,
+    config: options.Config = None,
+    as_json: options.Json = False,
+) -> None:
+    """Lists jobs in the order of their acceptance."""
+    configured = settings.load(config)
+    found = asyncio.run(
+        _list(configured, address=address, state=state, volume_id=volume, after=after, limit=limit)
+    )
+    if as_json:
+        output.print_json({"jobs": found})
+        return
+    output.print_table(
+        ("id", "method", "address", "state", "attempt", "accepted", "progress or error"),
+        [_row(job) for job in found],
+    )
+    if len(found) == limit:
+        output.note(f"there may be more: --after {found[-1]['id']}")
+
+
+@commands.command("show")
+def show(
+    job_id: Annotated[uuid.UUID, typer.Argument(metavar="ID")],
+    *,
+    config: options.Config = None,
+    as_json: options.Json = False,
+) -> None:
+    """Prints all that is recorded of a job; secrets are masked."""
+    job = asyncio.run(_get(settings.load(config), job_id))
+    if as_json:
+        output.print_json(job)
+        return
+    readable = {
+        **job,
+        "state": _state(job),
+        "progress": progress.amounts(job["progress"]) if job["progress"] else None,
+        **{name: output.moment(job[name]) for name in job if name.endswith("_at")},
+    }
+    output.print_record(readable.items())
+
+
+async def _list(configured: settings.Settings, **filters: Any) -> Sequence[dict[str, Any]]:
+    async with reach.records(configured) as store:
+        return [job.to_wire() for job in await jobs.list_(store, **filters)]
+
+
+async def _get(configured: settings.Settings, job_id: uuid.UUID) -> dict[str, Any]:
+    async with reach.records(configured) as store:
+        return (await jobs.get(store, job_id)).to_wire()
+
+
+def _row(job: Mapping[str, Any]) -> list[rich.text.Text]:
+    return [
+        output.cell(job["id"]),
+        output.cell(job["method"]),
+        output.cell(job["address"]),
+        _state(job),
+        output.cell(job["attempt"]),
+        output.cell(output.moment(job["created_at"])),
+        output.cell(_news(job)),
+    ]
+
+
+def _state(job: Mapping[str, Any]) -> rich.text.Text:
+    return output.cell(job["state"], _STYLES.get(job["state"], ""))
+
+
+def _news(job: Mapping[str, Any]) -> str | None:
+    if job["error"] is not None:
+        return f"{job['error'].get('code')}: {job['error'].get('message')}"
+    if job["progress"] is not None and job["finished_at"] is None:
+        return progress.amounts(job["progress"])
+    return None

@@ -1,0 +1,40 @@
+"""``volume-worker run`` and ``migrate``: the service, and the schema that it needs."""
+
+import asyncio
+import logging
+
+from worker import service, settings
+from worker.cli import options, output
+from worker.store import installation
+from worker.telemetry import logs
+
+
+def run(
+    *,
+    config: options.Config = None,
+    log_format: options.LogFormat = logs.Format.JSON,
+    verbose: options.Verbose = False,
+) -> None:
+    """Runs the service in the foreground; SIGTERM drains, a second one hurries."""
+    logs.configure(log_format, level=logging.DEBUG if verbose else logging.INFO)
+    configured = settings.load(config)
+    backends = settings.backends(configured)
+    if not backends:
+        raise settings.ConfigurationError(
+            "no configuration was given: --config FILE or VOLUME_WORKER_CONFIG names it"
+            if config is None
+            else f"{config}: no backends; add a table [backends.NAME] with its driver"
+        )
+    asyncio.run(service.Service(configured, backends).run())
+
+
+def migrate(*, config: options.Config = None, as_json: options.Json = False) -> None:
+    """Brings the database schema up to date, and records the namespace."""
+    configured = settings.load(config)
+    steps = asyncio.run(installation.migrate(configured.database_url, configured.namespace))
+    if as_json:
+        output.print_json({"namespace": configured.namespace, "applied": steps})
+    for step in () if as_json else steps:
+        output.say(f"applied {step}")
+    if not steps and not as_json:
+        output.say("the schema is up to date")

@@ -1,0 +1,47 @@
+"""NBD URIs (the NBD project's doc/uri.md), without TLS."""
+
+import urllib.parse
+from typing import Final, NamedTuple
+
+from messages import errors
+
+DEFAULT_PORT: Final = 10809
+
+
+class Location(NamedTuple):
+    """Where an export is: on a unix socket, or at a host and port."""
+
+    export: str
+    socket: str | None
+    host: str
+    port: int
+
+    @property
+    def server(self) -> str:
+        """The server, for messages."""
+        return self.socket or f"{self.host}:{self.port}"
+
+
+def parse(uri: str) -> Location:
+    """Reads ``nbd://HOST[:PORT]/EXPORT`` or ``nbd+unix:///EXPORT?socket=PATH``.
+
+    The export's name is what follows the first ``/`` of the path, percent-decoded.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    try:
+        parts = urllib.parse.urlsplit(uri)
+        port, host = parts.port, parts.hostname
+    except ValueError as error:
+        raise errors.InvalidRequest(f"{uri} is not an NBD URI: {error}", uri=uri) from error
+    export = urllib.parse.unquote(parts.path.removeprefix("/"))
+    if parts.scheme == "nbd" and host:
+        return Location(export, None, urllib.parse.unquote(host), port or DEFAULT_PORT)
+    if parts.scheme == "nbd+unix" and not parts.netloc:
+        sockets = urllib.parse.parse_qs(parts.query).get("socket", [])
+        if len(sockets) == 1:
+            return Location(export, sockets[0], "", 0)
+    raise errors.InvalidRequest(
+        f"{uri} is neither nbd://HOST:PORT/EXPORT nor nbd+unix:///EXPORT?socket=PATH", uri=uri
+    )
