@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import math
 import uuid
 from collections.abc import Mapping
 from typing import Any, Final
@@ -95,7 +96,8 @@ def read_body(body: bytes, limit: int, address: str) -> Body:
         if member not in data:
             raise Malformed(f"the body lacks {member}", member=member)
     if unknown := sorted(set(data) - {"method", "version", "args"}):
-        raise Malformed(f"the body has an unknown member {unknown[0][:100]!r}", member=unknown[0])
+        name = unknown[0][:100]
+        raise Malformed(f"the body has an unknown member {name!r}", member=name)
     if not isinstance(data["method"], str):
         raise Malformed("method must be a text", member="method")
     _check_version(data["version"])
@@ -120,22 +122,26 @@ def parse_json(body: bytes) -> Any:
         data = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise Malformed(f"the body is not JSON: {error}", member="body") from None
-    # PostgreSQL's text and jsonb take no NUL.
-    if rb"\u0000" in body and "\0" in _all_text(data):
-        raise Malformed("the body has a text with a NUL character", member="body")
+    _check_storable(data)
     return data
 
 
-def _all_text(value: Any) -> str:
+def _check_storable(value: Any) -> None:
+    """Refuses what JSON texts can say and PostgreSQL's jsonb cannot keep."""
     match value:
         case str():
-            return value
+            if "\0" in value:
+                raise Malformed("the body has a text with a NUL character", member="body")
+        case float():
+            if not math.isfinite(value):
+                raise Malformed("the body has a number out of range", member="body")
         case dict():
-            return "".join(str(key) + _all_text(member) for key, member in value.items())
+            for name, member in value.items():
+                _check_storable(name)
+                _check_storable(member)
         case list():
-            return "".join(_all_text(member) for member in value)
-        case _:
-            return ""
+            for member in value:
+                _check_storable(member)
 
 
 def _check_version(version: object) -> None:
@@ -165,13 +171,12 @@ def _fingerprint(method: str, address: str, args: object) -> bytes:
 def _deadline(value: object) -> datetime.datetime | None:
     if value is None:
         return None
-    if isinstance(value, str):
-        try:
-            moment = datetime.datetime.fromisoformat(value)
-        except ValueError:
-            moment = None
-        if moment is not None and moment.tzinfo is not None:
-            return moment
+    try:
+        moment = datetime.datetime.fromisoformat(str(value))
+        if moment.tzinfo is not None:
+            return moment.astimezone(datetime.UTC)
+    except (ValueError, OverflowError):
+        pass
     raise errors.InvalidRequest(
         "header deadline must be a time as in RFC 3339, with its zone", member="deadline"
     )

@@ -248,10 +248,10 @@ def from_wire(error: Mapping[str, Any]) -> VolumeWorkerError:
     """Rebuilds the error of a reply; an unknown code becomes :class:`RemoteError`."""
     code = str(error.get("code", ""))
     message = str(error.get("message", ""))
-    details = error.get("details") or {}
+    details = error.get("details")
     cls = BY_CODE.get(code, RemoteError)
     rebuilt = cls(message)
-    rebuilt.details = dict(details)
+    rebuilt.details = dict(details) if isinstance(details, Mapping) else {}
     if cls is RemoteError:
         rebuilt.details.setdefault("code", code)
     rebuilt.retryable = bool(error.get("retryable", cls.retryable))

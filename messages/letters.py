@@ -2,6 +2,9 @@
 
 import base64
 import datetime
+import decimal
+import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -20,6 +23,10 @@ REASON_HEADERS: Final = (
 )
 """Headers that a worker adds to a dead letter."""
 
+_BROKERS_HEADERS: Final = re.compile(
+    r"x-(death|(first|last)-death-\w+|delivery-count|acquired-count|undecodable)"
+)
+
 _PLAIN: Final = (
     "content_type",
     "content_encoding",
@@ -27,6 +34,7 @@ _PLAIN: Final = (
     "correlation_id",
     "reply_to",
     "message_id",
+    "timestamp",
     "type",
     "user_id",
     "app_id",
@@ -46,8 +54,8 @@ def restore(
     """The message as it came, with headers added; headers of an earlier death are replaced."""
     headers = {
         name: value
-        for name, value in _decode(properties.get("headers", {})).items()
-        if name not in REASON_HEADERS and not name.startswith("x-")
+        for name, value in _decode(properties.get("headers", {"$table": []})).items()
+        if name not in REASON_HEADERS and not _BROKERS_HEADERS.fullmatch(name)
     }
     plain = {name: _decode(properties[name]) for name in _PLAIN if name in properties}
     # The broker checks user_id against the connection's own user, and would refuse the letter.
@@ -82,36 +90,44 @@ def reason_headers(
 
 
 def _encode(value: Any) -> Any:
-    """JSON data; what JSON or PostgreSQL's jsonb cannot hold becomes ``{"$kind": text}``."""
+    """JSON data; what JSON or PostgreSQL's jsonb cannot hold becomes ``{"$kind": …}``."""
     match value:
-        case None | bool() | int() | float():
+        case None | bool() | int():
             return value
-        case str() if "\0" not in value:
-            return value
+        case float():
+            return value if math.isfinite(value) else {"$float": str(value)}
         case str():
+            if "\0" not in value and value.isprintable():
+                return value
             return {"$text": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
         case bytes() | bytearray():
             return {"$bytes": base64.b64encode(value).decode()}
         case datetime.datetime():
             return {"$time": value.isoformat()}
+        case decimal.Decimal():
+            return {"$decimal": str(value)}
         case Mapping():
-            return {str(name).replace("\0", ""): _encode(member) for name, member in value.items()}
+            return {"$table": [[_encode(name), _encode(member)] for name, member in value.items()]}
         case list() | tuple():
             return [_encode(member) for member in value]
         case _:
-            return str(value).replace("\0", "")
+            return _encode(str(value))
 
 
 def _decode(value: Any) -> Any:
     match value:
-        case {"$text": str(text)}:
+        case {"$float": text}:
+            return float(text)
+        case {"$text": text}:
             return base64.b64decode(text).decode("utf-8", "surrogatepass")
-        case {"$bytes": str(text)}:
+        case {"$bytes": text}:
             return base64.b64decode(text)
-        case {"$time": str(text)}:
+        case {"$time": text}:
             return datetime.datetime.fromisoformat(text)
-        case Mapping():
-            return {name: _decode(member) for name, member in value.items()}
+        case {"$decimal": text}:
+            return decimal.Decimal(text)
+        case {"$table": pairs}:
+            return {_decode(name): _decode(member) for name, member in pairs}
         case list():
             return [_decode(member) for member in value]
         case _:

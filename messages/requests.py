@@ -107,8 +107,8 @@ class Connector(pydantic.BaseModel):
     @property
     def identity(self) -> str:
         """What tells one host's initiator from another's: its names, compared without case."""
-        names = self.initiator or self.nqn or ",".join(sorted(self.wwpns or ()))
-        return names.lower()
+        wwpns = sorted(wwpn.lower() for wwpn in self.wwpns or ())
+        return (self.initiator or self.nqn or ",".join(wwpns)).lower()
 
 
 class ValidateConnector(Args):
@@ -272,6 +272,6 @@ def parse_args(method: Method, args: object) -> pydantic.BaseModel:
 def invalid(error: pydantic.ValidationError, root: str) -> errors.InvalidRequest:
     """The error of the contract for the first thing that pydantic found wrong."""
     first = error.errors(include_input=False, include_url=False)[0]
-    member = ".".join([root, *(str(part) for part in first["loc"])])
+    member = ".".join([root, *(str(part) for part in first["loc"])])[:200]
     text = str(first["msg"]).removeprefix("Value error, ")
     return errors.InvalidRequest(f"{member}: {redaction.mask_text(text)}", member=member)

@@ -27,6 +27,8 @@ DEFAULT_TIMEOUT: Final = 600.0
 """Seconds; os-brick's default for a command."""
 CAPTURE_LIMIT: Final = 256 * 1024
 """How many bytes of each pipe's end are kept."""
+KILL_PATIENCE: Final = 10.0
+"""Seconds until a killed program is given up."""
 GRACE: Final = 5.0
 """Seconds between SIGTERM and SIGKILL, and for draining the pipes of a killed group."""
 
@@ -340,12 +342,15 @@ async def _settle(pipes: asyncio.Future[tuple[None, None, None]], process: _Proc
 
 async def _end_group(process: _Process, grace: float) -> None:
     """Ends a child and all of its session's group; the group's id is the child's pid."""
-    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, None)):
+    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_PATIENCE)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), patience)
             break
+    else:
+        # It hangs in the kernel, on a dead device for instance, and ends when that lets it.
+        log.error("process.cannot_be_killed", pid=process.pid)
     # The leader may have ended by itself on SIGTERM and left others of its group.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ from typing import NoReturn
 import typer
 
 from worker.cli import call, dead, digest, failures, jobs, run, volumes
+from worker.cli.demo import command as demo
 from worker.telemetry import logs
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app.add_typer(jobs.commands, name="jobs")
 app.add_typer(volumes.commands, name="volumes")
 app.add_typer(dead.commands, name="dead")
 app.command("digest")(digest.digest)
+app.command("demo")(demo.demo)
 
 
 def main() -> NoReturn:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol, Self
 
+import rich.console
 import rich.progress
 
 from worker.cli import output
@@ -35,14 +36,14 @@ class Lines(Watch):
 
 
 class Bar(Watch):
-    """A progress bar on the terminal behind stderr."""
+    """A progress bar; where no terminal is, its last state alone is printed."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, console: rich.console.Console | None = None) -> None:
         self._progress = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}", markup=False),
             rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.fields[words]}", markup=False),
-            console=output.console(sys.stderr),
+            console=console or output.console(sys.stderr),
         )
         self._task = self._progress.add_task(output.plain(title), total=None, words="")
 

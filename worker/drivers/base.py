@@ -134,7 +134,7 @@ class Driver(Protocol):
     # Volumes
 
     async def create_volume(self, volume: Volume) -> Update:
-        """Makes a volume of exactly ``size_bytes`` that reads as zeros.
+        """Makes a volume of ``size_bytes``, rounded up as its storage must, that reads as zeros.
 
         Raises: ``InsufficientSpace`` with nothing made.
         """
@@ -149,7 +149,7 @@ class Driver(Protocol):
         raise errors.NotSupported("this driver cannot extend a volume")
 
     async def find_volume(self, volume: Volume) -> int | None:
-        """The size in bytes of the volume that the storage really has, or None."""
+        """The size in bytes that the volume really has on the storage, or None."""
         raise NotImplementedError
 
     def local_path(self, volume: Volume) -> pathlib.Path:

@@ -1,8 +1,8 @@
 """Volumes as sparse files in one directory.
 
-A volume is the regular file ``volume-ID`` of its size; one of size 0 is the beginning of a create
-that was interrupted, and no volume. Nothing of a volume but its id goes into a path, and no link is
-ever followed.
+A volume is the regular file ``volume-ID`` of its size, rounded up to whole sectors; one of size 0
+is the beginning of a create that was interrupted, and no volume. Nothing of a volume but its id
+goes into a path, and no link is ever followed.
 """
 
 import asyncio
@@ -26,6 +26,8 @@ from worker.drivers import base, capacity, wiping
 log = structlog.get_logger(__name__)
 
 MIB: Final = 1024**2
+SECTOR: Final = 512
+"""Bytes; a target that serves sectors would cut off what is left of a file beyond the last one."""
 _PREFIX: Final = "volume-"
 _T = TypeVar("_T")
 _FULL: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
@@ -124,7 +126,7 @@ class FileDriver(base.Driver):
             InsufficientSpace: with nothing made.
             VolumeExists: a file of another size stands there and holds data.
         """
-        with self._ledger.taking(volume.size_bytes) as taken:
+        with self._ledger.taking(_in_sectors(volume.size_bytes)) as taken:
             taken.kept = await asyncio.to_thread(self._create, volume)
         return base.Update()
 
@@ -145,6 +147,7 @@ class FileDriver(base.Driver):
         size = await self.find_volume(volume)
         if size is None:
             raise errors.VolumeNotFound(f"{self._path(volume.id)} is not there")
+        new_size_bytes = _in_sectors(new_size_bytes)
         if new_size_bytes < size:
             raise errors.InvalidRequest(
                 f"the volume has {size} bytes and never shrinks", size_bytes=size
@@ -241,7 +244,7 @@ class FileDriver(base.Driver):
 
     def _create(self, volume: base.Volume) -> bool:
         """Returns whether this call made the volume."""
-        path, size = self._path(volume.id), volume.size_bytes
+        path, size = self._path(volume.id), _in_sectors(volume.size_bytes)
         with self._open(volume.id, os.O_CREAT) as descriptor, _insufficient_space(path, size):
             assert descriptor is not None
             found = os.fstat(descriptor).st_size
@@ -329,6 +332,10 @@ class FileDriver(base.Driver):
             os.close(descriptor)
 
 
+def _in_sectors(size: int) -> int:
+    return -(-size // SECTOR) * SECTOR
+
+
 def _is_volume_name(name: str) -> bool:
     try:
         return name == f"{_PREFIX}{uuid.UUID(name.removeprefix(_PREFIX))}"
@@ -346,6 +353,8 @@ def _require_file(path: pathlib.Path, found: os.stat_result) -> None:
 def _insufficient_space(path: pathlib.Path, size: int) -> Iterator[None]:
     try:
         yield
+    except OverflowError as error:
+        raise errors.InsufficientSpace(f"no file has {size} bytes") from error
     except OSError as error:
         if error.errno not in _FULL:
             raise

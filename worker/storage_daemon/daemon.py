@@ -167,7 +167,7 @@ class StorageDaemon:
                 return await self._client.execute(command, arguments)
         except qmp.ExecuteError as error:
             # Not as the cause: the library's error carries all that was sent.
-            words = redaction.mask_text(str(error))
+            words = redaction.mask_text(str(error)).strip()
             raise errors.TargetError(
                 f"{PROGRAM} refused {command}: {words}", command=command, refusal=words
             ) from None

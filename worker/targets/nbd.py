@@ -324,12 +324,16 @@ def _node_name(volume_id: uuid.UUID) -> str:
 
 def _lock(path: pathlib.Path) -> int:
     """Takes this host's lock on the daemon, which is held until the handle is closed."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    handle: int | None = None
     try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise errors.TargetError(
-            f"another worker process of this host drives the NBD server; {path} is locked"
-        ) from None
+    except OSError as error:
+        if handle is not None:
+            os.close(handle)
+        if isinstance(error, BlockingIOError):
+            raise errors.TargetError(
+                f"another worker process of this host drives the NBD server; {path} is locked"
+            ) from None
+        raise errors.TargetError(f"{path} cannot be locked: {error.strerror}") from error
     return handle
