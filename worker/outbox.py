@@ -104,6 +104,18 @@ class Outbox:
         if entry.id in self._open:
             return
         self._open.add(entry.id)
+        try:
+            await self._tell_once(entry)
+        except errors.Unreachable as error:
+            # It stands in the table, and is told when it is swept up.
+            log.warning("outbox.put_off", error=error.message)
+            self._open.discard(entry.id)
+        except Exception:
+            # Left in the table for a person to look at; it keeps nobody else from being told.
+            log.exception("outbox.untellable", entry_id=entry.id)
+            self._open.discard(entry.id)
+
+    async def _tell_once(self, entry: outbox_store.Entry) -> None:
         if entry.letter is not None:
             self._tell_letter(entry.id, entry.letter)
         elif entry.job is not None:

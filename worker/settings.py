@@ -22,7 +22,7 @@ from worker import plugins
 
 CONFIG_VARIABLE: Final = "VOLUME_WORKER_CONFIG"
 
-Seconds = Annotated[float, pydantic.Field(gt=0)]
+Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 
 class ConfigurationError(errors.VolumeWorkerError):
@@ -86,8 +86,8 @@ class Settings(pydantic_settings.BaseSettings):
     max_attempts: int = pydantic.Field(5, ge=1, le=100)
     max_request_bytes: int = pydantic.Field(1024 * 1024, ge=1024, le=16 * 1024 * 1024)
     job_retention: Seconds = 7 * 24 * 3600.0
-    drain_timeout: float = pydantic.Field(300.0, ge=0)
-    lease: float = pydantic.Field(30.0, ge=3)
+    drain_timeout: float = pydantic.Field(300.0, ge=0, allow_inf_nan=False)
+    lease: float = pydantic.Field(30.0, ge=3, allow_inf_nan=False)
     stats_interval: Seconds = 10.0
     control_slots: int = pydantic.Field(32, ge=1, le=1000)
     data_slots: int = pydantic.Field(2, ge=1, le=1000)
@@ -107,6 +107,14 @@ class Settings(pydantic_settings.BaseSettings):
     def _namespace(cls, value: str) -> str:
         if not topology.NAMESPACE.fullmatch(value):
             raise ValueError("must be letters, digits, _ and -, at most 100")
+        return value
+
+    @pydantic.field_validator("http_listen")
+    @classmethod
+    def _listen(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if value and not (host and port.isascii() and port.isdigit() and int(port) < 65536):
+            raise ValueError("must be HOST:PORT, or empty for no HTTP")
         return value
 
     @pydantic.field_validator("state_dir")
@@ -159,6 +167,7 @@ def load(path: pathlib.Path | None = None) -> Settings:
     """
     if path is None and (named := os.environ.get(CONFIG_VARIABLE)):
         path = pathlib.Path(named)
+    _refuse_unknown_variables()
     try:
         return Settings(**({} if path is None else _read(path)))
     except pydantic.ValidationError as error:
@@ -174,6 +183,14 @@ def backends(settings: Settings) -> list[Backend]:
         ConfigurationError: naming the place of what is wrong.
     """
     return [_backend(name, raw) for name, raw in settings.backends.items()]
+
+
+def _refuse_unknown_variables() -> None:
+    prefix = "VOLUME_WORKER_"
+    known = {f"{prefix}{name.upper()}" for name in Settings.model_fields} | {CONFIG_VARIABLE}
+    for name in os.environ:
+        if name.startswith(prefix) and name not in known:
+            raise ConfigurationError(f"the environment: {name}: unknown key")
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
@@ -197,7 +214,10 @@ _HELPERS: Final[Mapping[str, str]] = {
 def _backend(name: str, raw: Mapping[str, Any]) -> Backend:
     place = f"backends.{name}"
     values = dict(raw)
-    if not isinstance(values.get("driver"), str):
+    for key in ("driver", "target", "iscsi_helper"):
+        if not isinstance(values.get(key, ""), str):
+            raise ConfigurationError(f"{place}.{key}: must be a name")
+    if "driver" not in values:
         raise ConfigurationError(f"{place}.driver: must name a driver")
     try:
         driver = plugins.load("drivers", values["driver"])
