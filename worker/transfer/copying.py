@@ -94,17 +94,17 @@ async def copy(
         CommandFailed: the child could not be started, or died without saying why.
     """
     rate = bytes_per_second if isinstance(bytes_per_second, Rate) else Rate(bytes_per_second)
+    request = {
+        "source": _describe(source),
+        "destination": _describe(destination),
+        "size_bytes": size_bytes,
+        "verify": verify,
+        "source_changes": source_changes,
+        "bytes_per_second": rate.bytes_per_second,
+        "lease_seconds": lease_seconds,
+    }
     child = await execute.start(sys.executable, *_COPIER, run_as_root=run_as_root)
     try:
-        request = {
-            "source": _describe(source),
-            "destination": _describe(destination),
-            "size_bytes": size_bytes,
-            "verify": verify,
-            "source_changes": source_changes,
-            "bytes_per_second": rate.bytes_per_second,
-            "lease_seconds": lease_seconds,
-        }
         await child.write_line(json.dumps(request).encode())
         async with _fed(child, rate, lease_seconds / _FEEDS_PER_LEASE):
             return await _outcome(child, on_progress)

@@ -19,7 +19,8 @@ class Location(NamedTuple):
     @property
     def server(self) -> str:
         """The server, for messages."""
-        return self.socket or f"{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.socket or f"{host}:{self.port}"
 
 
 def parse(uri: str) -> Location:

@@ -1,0 +1,402 @@
+"""The NBD client against a server that can lack, refuse or break anything."""
+
+import contextlib
+import dataclasses
+import errno
+import os
+import pathlib
+import random
+import socket
+import struct
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Protocol
+
+import pytest
+
+from messages import errors
+from worker.transfer import endpoint, nbd, nbd_link
+
+MIB = 1024 * 1024
+READ, WRITE, DISCONNECT, FLUSH, WRITE_ZEROES, STATUS = 0, 1, 2, 3, 6, 7
+SIMPLE, STRUCTURED = 0x67446698, 0x668E33EF
+
+
+@dataclasses.dataclass
+class Server:
+    """An NBD server with one export, whose every ability can be taken away."""
+
+    content: bytearray
+    can_structured: bool = True
+    can_status: bool = True
+    can_zero: bool = True
+    can_flush: bool = True
+    can_go: bool = True
+    read_only: bool = False
+    blocks: tuple[int, int, int] | None = None
+    extents: Callable[[int, int], list[tuple[int, int]]] = lambda _, length: [(length, 0)]
+    fails: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Error numbers by command."""
+    answers: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    """Raw bytes to answer by command, instead of a reply."""
+    greeting: bytes = b"NBDMAGICIHAVEOPT" + struct.pack(">H", 3)
+    seen: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
+    """Commands with their flags, offsets and lengths."""
+    delay: Callable[[int], float] = lambda _: 0.0
+    uri: str = ""
+
+    @contextlib.contextmanager
+    def listening(self, folder: pathlib.Path) -> Iterator["Server"]:
+        path = folder / "nbd.sock"
+        self.uri = f"nbd+unix:///vol%20ume?socket={urllib.parse.quote(str(path))}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen()
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+            yield self
+            # Wakes accept(2), which a mere close would not.
+            listener.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                link, _ = listener.accept()
+                threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+
+    def _serve(self, link: socket.socket) -> None:
+        with link, link.makefile("rb") as stream, contextlib.suppress(OSError, struct.error):
+            link.sendall(self.greeting)
+            stream.read(4)
+            if self._shake_hands(link, stream.read):
+                self._transmit(link, stream.read)
+
+    def _shake_hands(self, link: socket.socket, read: Callable[[int], bytes]) -> bool:
+        def reply(option: int, kind: int, data: bytes = b"") -> None:
+            link.sendall(struct.pack(">QIII", 0x3E889045565A9, option, kind, len(data)) + data)
+
+        while True:
+            _, option, length = struct.unpack(">QII", read(16))
+            data = read(length)
+            flags = 1 | self.read_only << 1 | self.can_flush << 2 | self.can_zero << 6
+            export = struct.pack(">QH", len(self.content), flags)
+            if option == 1:
+                link.sendall(export)
+                return True
+            if option == 8 and self.can_structured:
+                reply(8, 1)
+            elif option == 10 and self.can_status:
+                reply(10, 4, struct.pack(">I", 42) + b"base:allocation")
+                reply(10, 1)
+            elif option == 7 and self.can_go:
+                if not data[4:].startswith(b"vol ume"):
+                    reply(7, 1 << 31 | 6, b"no such volume")
+                    continue
+                reply(7, 3, struct.pack(">H", 0) + export)
+                if self.blocks:
+                    reply(7, 3, struct.pack(">HIII", 3, *self.blocks))
+                reply(7, 1)
+                return True
+            else:
+                reply(option, 1 << 31 | 1)
+
+    def _transmit(self, link: socket.socket, read: Callable[[int], bytes]) -> None:
+        lock = threading.Lock()
+
+        def send(data: bytes, seconds: float) -> None:
+            time.sleep(seconds)
+            with lock, contextlib.suppress(OSError):
+                link.sendall(data)
+
+        while True:
+            _, flags, command, cookie, offset, length = struct.unpack(">IHHQQI", read(28))
+            payload = read(length) if command == WRITE else b""
+            self.seen.append((command, flags, offset, length))
+            if command == DISCONNECT:
+                return
+            answer = self.answers.get(command)
+            if answer == b"":
+                return
+            if answer is None:
+                answer = self._answer(command, cookie, offset, length, payload)
+            threading.Thread(target=send, args=(answer, self.delay(len(self.seen)))).start()
+
+    def _answer(self, command: int, cookie: int, offset: int, length: int, payload: bytes) -> bytes:
+        error = self.fails.get(command, 0)
+        if command in (READ, WRITE) and self.blocks:
+            minimum, _, maximum = self.blocks
+            whole = offset % minimum == 0 and length % minimum == 0 and length <= maximum
+            error = error or (0 if whole else errno.EINVAL)
+        if error and self.can_structured and command in (READ, STATUS):
+            text = b"as told"
+            return self._chunk(cookie, 32769, struct.pack(">IH", error, len(text)) + text)
+        if command == WRITE and not error:
+            self.content[offset : offset + length] = payload
+        elif command == WRITE_ZEROES and not error:
+            self.content[offset : offset + length] = bytes(length)
+        elif command == STATUS and self.can_structured:
+            pairs = b"".join(struct.pack(">II", *pair) for pair in self.extents(offset, length))
+            return self._chunk(cookie, 5, struct.pack(">I", 42) + pairs)
+        elif command == READ and self.can_structured:
+            return self._read(cookie, offset, length)
+        simple = struct.pack(">IIQ", SIMPLE, error, cookie)
+        if command == READ and not error:
+            simple += self.content[offset : offset + length]
+        return simple
+
+    def _read(self, cookie: int, offset: int, length: int) -> bytes:
+        data = self.content[offset : offset + length]
+        half = length // 2
+        if not any(data[:half]) and half:
+            first = self._chunk(cookie, 2, struct.pack(">QI", offset, half), last=False)
+            rest = struct.pack(">Q", offset + half) + data[half:]
+            return first + self._chunk(cookie, 1, rest)
+        return self._chunk(cookie, 1, struct.pack(">Q", offset) + data)
+
+    @staticmethod
+    def _chunk(cookie: int, kind: int, data: bytes, *, last: bool = True) -> bytes:
+        return struct.pack(">IHHQI", STRUCTURED, last, kind, cookie, len(data)) + data
+
+    def count(self, command: int) -> int:
+        return sum(seen[0] == command for seen in self.seen)
+
+
+Serve = Callable[[Server], Server]
+
+
+class Connect(Protocol):
+    def __call__(self, server: Server, *, writable: bool = False) -> nbd.Nbd: ...
+
+
+@pytest.fixture
+def serve(tmp_path: pathlib.Path) -> Iterator[Serve]:
+    with contextlib.ExitStack() as stack:
+        yield lambda server: stack.enter_context(server.listening(tmp_path))
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    with contextlib.ExitStack() as stack:
+
+        def connect(server: Server, *, writable: bool = False) -> nbd.Nbd:
+            export = nbd.Nbd(server.uri, writable=writable)
+            stack.callback(export.close)
+            return export
+
+        yield connect
+
+
+def read(export: nbd.Nbd, offset: int, length: int) -> bytes:
+    buffer = bytearray(length)
+    export.read_into(offset, memoryview(buffer))
+    return bytes(buffer)
+
+
+@pytest.mark.parametrize("can_structured", [True, False])
+@pytest.mark.parametrize("can_go", [True, False])
+def test_what_is_written_is_read_back(
+    serve: Serve, connect: Connect, can_structured: bool, can_go: bool
+) -> None:
+    content = random.Random(1).randbytes(3 * MIB)
+    server = serve(Server(bytearray(content), can_structured=can_structured, can_go=can_go))
+    export = connect(server, writable=True)
+    assert export.size == 3 * MIB
+    data = os.urandom(MIB)
+    export.write(MIB, memoryview(data))
+    export.zero(0, MIB)
+    export.flush()
+    export.close()
+    assert server.content == bytes(MIB) + data + content[2 * MIB :]
+    assert read(connect(server), 0, 3 * MIB) == server.content
+
+
+def test_replies_may_come_out_of_order_to_many_threads(serve: Serve, connect: Connect) -> None:
+    content = random.Random(2).randbytes(4 * MIB)
+    server = serve(Server(bytearray(content), delay=lambda n: (7 * n % 5) / 200))
+    export = connect(server)
+    with futures.ThreadPoolExecutor(8) as pool:
+        offsets = range(0, 4 * MIB, 64 * 1024)
+        parts = pool.map(lambda at: read(export, at, 64 * 1024), offsets)
+    assert b"".join(parts) == content
+
+
+def test_zeroing_lets_the_server_free_the_space(serve: Serve, connect: Connect) -> None:
+    server = serve(Server(bytearray(b"x" * MIB)))
+    connect(server, writable=True).zero(0, MIB)
+    assert server.seen == [(WRITE_ZEROES, 0, 0, MIB)]
+
+
+@pytest.mark.parametrize("how", ["not offered", "refused"])
+def test_zeros_are_written_where_the_server_cannot_make_them(
+    serve: Serve, connect: Connect, how: str
+) -> None:
+    server = Server(bytearray(b"x" * 3 * MIB), can_zero=how == "refused")
+    server.fails[WRITE_ZEROES] = errno.EOPNOTSUPP
+    serve(server)
+    connect(server, writable=True).zero(512, 2 * MIB)
+    assert server.content == b"x" * 512 + bytes(2 * MIB) + b"x" * (MIB - 512)
+
+
+def test_a_server_without_flush_is_not_asked_to(serve: Serve, connect: Connect) -> None:
+    server = serve(Server(bytearray(MIB), can_flush=False))
+    connect(server, writable=True).flush()
+    assert server.count(FLUSH) == 0
+
+
+def test_block_status_tells_zeros_from_data(serve: Serve, connect: Connect) -> None:
+    # A hole (1) that does not read as zeros (2) is data.
+    pairs = [(MIB, 0), (MIB, 1), (MIB, 2), (10 * MIB, 3)]
+    server = serve(Server(bytearray(5 * MIB), extents=lambda *_: pairs))
+    export = connect(server)
+    assert export.extents(0, 5 * MIB) == [(0, 2 * MIB, False), (2 * MIB, 3 * MIB, True)]
+
+
+@pytest.mark.parametrize("how", ["no structured replies", "no context", "error"])
+def test_without_block_status_all_is_data(serve: Serve, connect: Connect, how: str) -> None:
+    server = Server(
+        bytearray(MIB),
+        can_structured=how != "no structured replies",
+        can_status=how != "no context",
+        fails={STATUS: errno.EINVAL},
+    )
+    serve(server)
+    export = connect(server)
+    assert export.extents(0, MIB) == [endpoint.Extent(0, MIB, zero=False)]
+
+
+def test_the_servers_block_sizes_are_kept_to(serve: Serve, connect: Connect) -> None:
+    content = random.Random(3).randbytes(MIB)
+    server = serve(Server(bytearray(content), blocks=(4096, 4096, 64 * 1024)))
+    export = connect(server, writable=True)
+    assert read(export, 1000, 300_000) == content[1000:301_000]
+    data = os.urandom(100_001)
+    export.write(777, memoryview(data))
+    export.zero(200_001, 50_000)
+    expected = bytearray(content)
+    expected[777 : 777 + len(data)] = data
+    expected[200_001:250_001] = bytes(50_000)
+    assert server.content == expected
+
+
+def test_an_export_of_an_odd_size_is_read_and_written_to_its_end(
+    serve: Serve, connect: Connect
+) -> None:
+    content = random.Random(4).randbytes(1000)
+    server = serve(Server(bytearray(content)))
+    export = connect(server, writable=True)
+    export.write(990, memoryview(b"0123456789"))
+    export.zero(900, 50)
+    assert read(export, 0, 1000) == content[:900] + bytes(50) + content[950:990] + b"0123456789"
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EIO, errors.DeviceUnavailable),
+        (errno.EPERM, errors.DeviceUnavailable),
+        (errno.ESHUTDOWN, errors.DeviceUnavailable),
+        (errno.ENOSPC, errors.InsufficientSpace),
+    ],
+)
+def test_an_error_from_the_server_is_told_with_its_place(
+    serve: Serve, connect: Connect, number: int, kind: type[errors.VolumeWorkerError]
+) -> None:
+    server = serve(Server(bytearray(MIB), fails={WRITE: number, READ: errno.EIO}))
+    export = connect(server, writable=True)
+    with pytest.raises(kind, match=r"cannot be written at byte 512: ") as caught:
+        export.write(512, memoryview(bytes(512)))
+    assert caught.value.details["errno"] == number
+    with pytest.raises(errors.DeviceUnavailable, match=r"Input/output error \(as told\)"):
+        read(export, 0, 512)
+
+
+def test_a_read_only_export_cannot_be_a_destination(serve: Serve, connect: Connect) -> None:
+    server = serve(Server(bytearray(MIB), read_only=True))
+    connect(server).close()
+    with pytest.raises(errors.DeviceUnavailable, match="for reading only"):
+        connect(server, writable=True)
+
+
+def test_an_unknown_export_is_told_by_its_name(serve: Serve, connect: Connect) -> None:
+    server = serve(Server(bytearray(MIB)))
+    with pytest.raises(errors.DeviceUnavailable, match="no such export: export 'other'"):
+        nbd.Nbd(server.uri.replace("vol%20ume", "other"), writable=True)
+
+
+def test_no_server_is_unavailable(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(errors.DeviceUnavailable, match="cannot be reached: No such file"):
+        nbd.Nbd(f"nbd+unix:///?socket={tmp_path}/none", writable=False)
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"NBDMAGIC\x00\x00\x42\x02\x81\x86\x12\x53" + bytes(140),
+        b"NBDMAGICIHAVEOPT\x00\x00",
+        b"NBD",
+    ],
+)
+def test_a_server_of_another_protocol_is_unavailable(
+    serve: Serve, connect: Connect, greeting: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nbd_link, "PATIENCE", 0.3)
+    server = serve(Server(bytearray(MIB), greeting=greeting))
+    with pytest.raises(errors.DeviceUnavailable, match=r"does not speak|no answer in time"):
+        connect(server)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"garbage" * 100,
+        struct.pack(">IIQ", SIMPLE, 0, 999),
+        struct.pack(">IHHQI", STRUCTURED, 1, 1, 1, 8 + 4096) + bytes(8 + 4096),
+        struct.pack(">IHHQI", STRUCTURED, 1, 1, 1, 0xFFFFFFFF) + bytes(4096),
+        struct.pack(">IHHQI", STRUCTURED, 1, 0, 1, 0),
+        struct.pack(">IHHQI", STRUCTURED, 1, 77, 1, 4) + bytes(4),
+        struct.pack(">IHHQI", STRUCTURED, 1, 32769, 1, 2) + bytes(2),
+        struct.pack(">IIQ", SIMPLE, 0, 1) + bytes(512),
+    ],
+    ids=[
+        "closed",
+        "noise",
+        "unknown cookie",
+        "too many bytes",
+        "length",
+        "no bytes",
+        "unknown chunk",
+        "short error",
+        "simple",
+    ],
+)
+def test_a_server_that_breaks_the_protocol_is_unavailable_from_then_on(
+    serve: Serve, connect: Connect, answer: bytes
+) -> None:
+    server = serve(Server(bytearray(MIB), answers={READ: answer}))
+    export = connect(server, writable=True)
+    for _ in range(2):
+        with pytest.raises(errors.DeviceUnavailable, match=r"broke the NBD protocol|closed the"):
+            read(export, 0, 512)
+    with pytest.raises(errors.DeviceUnavailable):
+        export.write(0, memoryview(bytes(512)))
+    export.close()
+
+
+def test_an_extent_of_no_bytes_is_no_endless_loop(serve: Serve, connect: Connect) -> None:
+    server = serve(Server(bytearray(MIB), extents=lambda *_: [(0, 0)]))
+    with pytest.raises(errors.DeviceUnavailable, match="extent of no bytes"):
+        connect(server).extents(0, MIB)
+
+
+def test_a_stalled_server_is_an_error(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nbd_link, "PATIENCE", 0.3)
+    server = serve(Server(bytearray(MIB), delay=lambda _: 5.0))
+    export = connect(server)
+    with pytest.raises(errors.DeviceUnavailable, match="no answer in time"):
+        read(export, 0, 512)
