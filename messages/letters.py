@@ -121,7 +121,8 @@ def _decode(value: Any) -> Any:
         case {"$text": text}:
             return base64.b64decode(text).decode("utf-8", "surrogatepass")
         case {"$bytes": text}:
-            return base64.b64decode(text)
+            # pamqp takes a bytearray for a field's value, and no bytes.
+            return bytearray(base64.b64decode(text))
         case {"$time": text}:
             return datetime.datetime.fromisoformat(text)
         case {"$decimal": text}:

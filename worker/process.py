@@ -137,7 +137,9 @@ class Child:
     async def stop(self, *, grace: float = GRACE) -> None:
         """Ends it with its whole group, SIGTERM first, and waits until it is gone."""
         try:
-            await _end_group(self._process, grace)
+            # Of one that has ended, the pid, which is the group's id too, may be another's by now.
+            if self.exit_code is None:
+                await _end_group(self._process, grace)
         finally:
             self._drain.cancel()
             self._process.transport.close()
@@ -179,38 +181,24 @@ class Executor:
         program = pathlib.Path(os.fspath(argv[0])).name
         process = await self._spawn(command, program, env)
         out, err = _Tail(capture_limit), _Tail()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        pipes = asyncio.gather(
-            _feed(process.stdin, stdin), out.drain(process.stdout), err.drain(process.stderr)
-        )
         try:
-            async with asyncio.timeout(timeout):
-                await process.wait()
+            exit_code = await _see_out(process, stdin, out, err, timeout)
         except TimeoutError:
-            await _end_group(process, GRACE)
             raise errors.CommandTimeout(
                 f"{program} did not end within {timeout:g} s and was killed",
                 program=program,
                 timeout_seconds=timeout,
                 stderr=redaction.mask_text(err.text(), secrets)[-2000:],
             ) from None
-        except BaseException:
-            await asyncio.shield(_end_group(process, GRACE))
-            raise
-        finally:
-            await _settle(pipes, process)
-        assert process.returncode is not None
         stderr = redaction.mask_text(err.text(), secrets)
-        if process.returncode not in ok_codes:
+        if exit_code not in ok_codes:
             raise errors.CommandFailed(
-                f"{program} ended with exit code {process.returncode}: {_last_line(stderr)}",
+                f"{program} ended with exit code {exit_code}: {_last_line(stderr)}",
                 program=program,
-                exit_code=process.returncode,
+                exit_code=exit_code,
                 stderr=stderr[-2000:],
             )
-        return Result(program, process.returncode, out.text(), stderr)
+        return Result(program, exit_code, out.text(), stderr)
 
     async def start(
         self,
@@ -322,6 +310,28 @@ async def end_recorded(pid: int, started: int, *, grace: float = GRACE) -> bool:
                 return True
             await asyncio.sleep(0.02)
     return True
+
+
+async def _see_out(process: _Process, stdin: bytes, out: _Tail, err: _Tail, timeout: float) -> int:
+    """Feeds and reads a program to its end; returns its exit code.
+
+    Raises:
+        TimeoutError: it did not end in time, and is gone with its group.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    pipes = asyncio.gather(
+        _feed(process.stdin, stdin), out.drain(process.stdout), err.drain(process.stderr)
+    )
+    try:
+        async with asyncio.timeout(timeout):
+            return await process.wait()
+    except BaseException:
+        await asyncio.shield(_end_group(process, GRACE))
+        raise
+    finally:
+        await _settle(pipes, process)
 
 
 async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:

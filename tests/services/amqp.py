@@ -273,13 +273,23 @@ class Caller:
         finally:
             await channel.close()
 
-    async def letters(self) -> list[Letter]:
-        """The dead letters that there are; they stay."""
+    @contextlib.asynccontextmanager
+    async def peeking(self) -> AsyncIterator[list[aio_pika.abc.AbstractIncomingMessage]]:
+        """The messages in the dead-letter queue, which go back into it after the block."""
         channel = await self._connection.channel()
         queue = await channel.get_queue(f"{self.namespace}.dead", ensure=False)
         found = []
         while (message := await queue.get(fail=False)) is not None:
-            found.append(
+            found.append(message)
+        try:
+            yield found
+        finally:
+            await channel.close()
+
+    async def letters(self) -> list[Letter]:
+        """The dead letters that there are; they stay."""
+        async with self.peeking() as messages:
+            return [
                 Letter(
                     message.body,
                     message.headers,
@@ -289,9 +299,8 @@ class Caller:
                     message.content_type,
                     message.type,
                 )
-            )
-        await channel.close()
-        return found
+                for message in messages
+            ]
 
     async def letters_with(self, correlation_id: str) -> list[Letter]:
         """The dead letters of one request."""

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import typer
 
-from worker.cli import call, dead, digest, failures, jobs, run, volumes
+from worker.cli import call, check, dead, digest, failures, jobs, run, volumes
 from worker.cli.demo import command as demo
 from worker.telemetry import logs
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.command("migrate")(run.migrate)
+app.command("check")(check.check)
 app.command("call")(call.call)
 app.add_typer(jobs.commands, name="jobs")
 app.add_typer(volumes.commands, name="volumes")

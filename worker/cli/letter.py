@@ -9,6 +9,7 @@ import base64
 import dataclasses
 import datetime
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -74,7 +75,7 @@ def read(message: aio_pika.abc.AbstractIncomingMessage, names: topology.Topology
     """A letter from its message."""
     headers = message.headers or {}
     death = _death(headers)
-    reasons = _by_broker(death, names) if death is not None else _by_worker(headers)
+    reasons = _by_worker(message) if death is None else _by_broker(death, names)
     body, text = _body(message.body)
     method = body.get("method") if isinstance(body, dict) else None
     return Letter(
@@ -84,19 +85,20 @@ def read(message: aio_pika.abc.AbstractIncomingMessage, names: topology.Topology
         size_bytes=len(message.body),
         reply_to=message.reply_to or None,
         correlation_id=message.correlation_id or None,
-        headers=redaction.mask_tree(to_data(headers)),
+        headers=_shown(headers),
         body=body,
         body_text=text,
         **reasons,
     )
 
 
-def _by_worker(headers: Mapping[str, Any]) -> dict[str, Any]:
+def _by_worker(message: aio_pika.abc.AbstractIncomingMessage) -> dict[str, Any]:
+    headers = message.headers or {}
     attempts = headers.get("attempts")
     error = headers.get("last-error")
     return {
         "reason": str(headers.get("reason", "unknown")),
-        "origin": str(headers.get("origin", "unknown")),
+        "origin": str(headers.get("origin") or message.routing_key or "unknown"),
         "job_id": _text(headers.get("job-id")),
         "attempts": attempts if isinstance(attempts, int) else None,
         "first_failed_at": _moment(headers.get("first-failed-at")),
@@ -162,8 +164,18 @@ def _moment(value: object) -> datetime.datetime | None:
     return value if value.tzinfo else value.replace(tzinfo=datetime.UTC)
 
 
+def _shown(headers: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {}
+    for name, value in headers.items():
+        try:
+            shown |= redaction.mask_tree({str(name): to_data(value)})
+        except RecursionError:
+            shown[str(name)] = "(nested too deeply)"
+    return shown
+
+
 def to_data(value: Any) -> Any:
-    """Headers as JSON data."""
+    """A header as JSON data."""
     match value:
         case Mapping():
             return {str(name): to_data(member) for name, member in value.items()}
@@ -176,6 +188,8 @@ def to_data(value: Any) -> Any:
                 return base64.b64encode(value).decode()
         case datetime.datetime():
             return value.isoformat()
+        case float() if not math.isfinite(value):
+            return str(value)
         case None | bool() | int() | float() | str():
             return value
         case _:

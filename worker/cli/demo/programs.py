@@ -82,6 +82,17 @@ class Worker:
                 )
             await asyncio.sleep(0.05)
 
+    async def death(self) -> None:
+        """Waits for its end, which nobody has asked for.
+
+        Raises:
+            DemoFailed: when that comes.
+        """
+        assert self._child is not None, "the worker was not started"
+        code = await self._child.wait()
+        how = f"with exit code {code}: {self._last_line()}" if code >= 0 else f"by signal {-code}"
+        raise failure.DemoFailed(f"the worker of {self.host} ended in the middle, {how}")
+
     async def drain(self) -> int:
         """Sends SIGTERM; returns the exit code.
 

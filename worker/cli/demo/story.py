@@ -40,20 +40,31 @@ class Story:
         Raises:
             DemoFailed, VolumeWorkerError: where it did not come out as it must.
         """
-        watching = asyncio.create_task(self._processes.run())
+        workers = (self._stage.a.worker, self._stage.b.worker)
+        beside = [asyncio.create_task(worker.death()) for worker in workers]
+        beside.append(asyncio.create_task(self._processes.run()))
+        told = asyncio.create_task(self._steps())
         try:
-            origin, middle, final = await self._create()
-            expected = await self._fill(origin)
-            await self._attach(origin)
-            await self._copy_there(origin, middle, expected)
-            await self._copy_back(middle, final, expected)
-            await self._detach(origin)
-            await self._check(final, expected)
-            await self._delete([(self._a, origin), (self._b, middle), (self._a, final)])
-            await self._nothing_left()
+            # Nobody would answer any more: the end of one is the end of the story.
+            ended, _ = await asyncio.wait([told, *beside], return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
         finally:
-            watching.cancel()
+            for task in (told, *beside):
+                task.cancel()
+            await asyncio.gather(told, *beside, return_exceptions=True)
         await self._end_workers()
+
+    async def _steps(self) -> None:
+        origin, middle, final = await self._create()
+        expected = await self._fill(origin)
+        await self._attach(origin)
+        await self._copy_there(origin, middle, expected)
+        await self._copy_back(middle, final, expected)
+        await self._detach(origin)
+        await self._check(final, expected)
+        await self._delete([(self._a, origin), (self._b, middle), (self._a, final)])
+        await self._nothing_left()
 
     # The steps
 
