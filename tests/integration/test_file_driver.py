@@ -14,9 +14,8 @@ import pytest
 
 from messages import errors
 from tests.services import tgtd
-from worker import plugins, process
+from worker import libc, plugins, process
 from worker.drivers import base, capacity, file, wiping
-from worker.transfer import libc
 
 MIB = 1024**2
 GIB = 1024**3

@@ -2,18 +2,14 @@
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
 import pathlib
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -21,13 +17,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from messages import errors
+from tests.services import copies
 from worker import process
 from worker.connectors import base
 from worker.transfer import copying
 
 MIB = 1024 * 1024
 OLD = b"\xee"
-QEMU_NBD = pathlib.Path("/usr/bin/qemu-nbd")
 COMBINATIONS = [
     ("file", "file"),
     ("file", "nbd"),
@@ -36,57 +32,13 @@ COMBINATIONS = [
 ]
 
 needs_qemu_nbd = pytest.mark.skipif(
-    not QEMU_NBD.exists() and "CI" not in os.environ, reason="needs qemu-nbd (qemu-utils)"
+    not copies.QEMU_NBD.exists() and "CI" not in os.environ, reason="needs qemu-nbd (qemu-utils)"
 )
 
 
-class Servers:
-    """qemu-nbd processes, ended together."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        self._folder = folder
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def serve(self, path: pathlib.Path, *options: str) -> base.Device:
-        """Serves a file on a unix socket."""
-        return self._start({"driver": "file", "filename": str(path)}, *options)
-
-    def serve_failing(self, path: pathlib.Path, number: int) -> base.Device:
-        """Serves a file all of whose writes fail."""
-        rule = {"event": "none", "iotype": "write", "errno": number}
-        image = {"driver": "file", "filename": str(path)}
-        return self._start({"driver": "blkdebug", "inject-error": [rule], "image": image})
-
-    def _start(self, node: dict[str, object], *options: str) -> base.Device:
-        listen = self._folder / f"nbd-{len(self.processes)}.sock"
-        image = "json:" + json.dumps({"driver": "raw", "file": node})
-        self.processes.append(subprocess.Popen([QEMU_NBD, "-t", "-k", listen, *options, image]))
-        deadline = time.monotonic() + 20
-        while not _accepts(listen):
-            assert self.processes[-1].poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return base.Device(nbd_uri=f"nbd+unix:///?socket={urllib.parse.quote(str(listen))}")
-
-    def stop(self) -> None:
-        for server in self.processes:
-            server.kill()
-            server.wait()
-        self.processes.clear()
-
-
-def _accepts(path: pathlib.Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-        return True
-
-
 @pytest.fixture
-def servers(tmp_path: pathlib.Path) -> Iterator[Servers]:
-    made = Servers(tmp_path)
+def servers(tmp_path: pathlib.Path) -> Iterator[copies.Servers]:
+    made = copies.Servers(tmp_path)
     yield made
     made.stop()
 
@@ -96,69 +48,9 @@ def executor() -> process.Executor:
     return process.Executor()
 
 
-def digest_of(data: bytes) -> str:
-    pieces = (data[at : at + 4 * MIB] for at in range(0, len(data), 4 * MIB))
-    joined = b"".join(hashlib.blake2b(piece, digest_size=32).digest() for piece in pieces)
-    return f"blake2b-4m:{hashlib.blake2b(joined, digest_size=32).hexdigest()}"
-
-
-def write_source(path: pathlib.Path, size: int, islands: list[tuple[int, int]]) -> bytes:
-    """A sparse file with some runs of data; returns its content."""
-    rng = random.Random(repr(islands))
-    with path.open("wb") as source:
-        source.truncate(size)
-        for offset, length in islands:
-            if offset < size:
-                source.seek(offset)
-                source.write(rng.randbytes(min(length, size - offset)))
-    return path.read_bytes()
-
-
-def data_bytes(path: pathlib.Path) -> int:
-    return path.stat().st_blocks * 512
-
-
-class Copier:
-    """Copies between files, either of them behind an NBD server."""
-
-    def __init__(self, folder: pathlib.Path, servers: Servers) -> None:
-        self.source = folder / "source"
-        self.destination = folder / "destination"
-        self._servers = servers
-        self._executor = process.Executor()
-
-    async def copy(
-        self,
-        kinds: tuple[str, str],
-        size: int,
-        *,
-        verify: bool = True,
-        source_changes: bool = False,
-        bytes_per_second: int | copying.Rate | None = None,
-        on_progress: copying.OnProgress | None = None,
-    ) -> copying.Copied:
-        source, destination = (
-            base.Device(path=path) if kind == "file" else self._servers.serve(path, *options)
-            for kind, path, options in (
-                (kinds[0], self.source, ("-r",)),
-                (kinds[1], self.destination, ("--discard=unmap",)),
-            )
-        )
-        return await copying.copy(
-            self._executor,
-            source,
-            destination,
-            size_bytes=size,
-            verify=verify,
-            source_changes=source_changes,
-            bytes_per_second=bytes_per_second,
-            on_progress=on_progress,
-        )
-
-
 @pytest.fixture
-def copier(tmp_path: pathlib.Path, servers: Servers) -> Copier:
-    return Copier(tmp_path, servers)
+def copier(tmp_path: pathlib.Path, servers: copies.Servers) -> copies.Copier:
+    return copies.Copier(tmp_path, servers)
 
 
 ISLANDS = st.lists(
@@ -183,14 +75,14 @@ ISLANDS = st.lists(
 @example(size=8 * MIB + 1, islands=[(0, 9 * MIB)], verify=True, source_changes=True)
 @example(size=5 * MIB + 4097, islands=[(4 * MIB - 1, 2)], verify=True, source_changes=False)
 def test_a_copy_over_old_data_equals_its_source(  # noqa: PLR0917 - hypothesis names them
-    copier: Copier,
+    copier: copies.Copier,
     kinds: tuple[str, str],
     size: int,
     islands: list[tuple[int, int]],
     verify: bool,
     source_changes: bool,
 ) -> None:
-    content = write_source(copier.source, size, islands)
+    content = copies.write_source(copier.source, size, islands)
     copier.destination.write_bytes(OLD * (size + 5000))
     try:
         copied = asyncio.run(copier.copy(kinds, size, verify=verify, source_changes=source_changes))
@@ -201,25 +93,25 @@ def test_a_copy_over_old_data_equals_its_source(  # noqa: PLR0917 - hypothesis n
     assert written[size:] == OLD * 5000, "what is beyond the copied bytes is untouched"
     assert copied.total_bytes == size
     assert copied.copied_bytes + copied.zeroed_bytes == size
-    assert copied.digest == (digest_of(content) if verify else None)
+    assert copied.digest == (copies.digest_of(content) if verify else None)
 
 
 @needs_qemu_nbd
 @pytest.mark.parametrize("kinds", COMBINATIONS, ids="-to-".join)
 @pytest.mark.parametrize("old", [b"", OLD], ids=["empty", "full"])
-async def test_holes_stay_holes(copier: Copier, kinds: tuple[str, str], old: bytes) -> None:
+async def test_holes_stay_holes(copier: copies.Copier, kinds: tuple[str, str], old: bytes) -> None:
     size = 64 * MIB
-    write_source(copier.source, size, [(MIB, MIB), (30 * MIB, 2 * MIB)])
+    copies.write_source(copier.source, size, [(MIB, MIB), (30 * MIB, 2 * MIB)])
     copier.destination.write_bytes(old * size)
     os.truncate(copier.destination, size)
     copied = await copier.copy(kinds, size)
     assert copied.copied_bytes <= 4 * MIB
-    assert data_bytes(copier.destination) <= 4 * MIB
+    assert copies.data_bytes(copier.destination) <= 4 * MIB
 
 
 @pytest.mark.parametrize("which", ["source", "destination"])
 async def test_a_device_that_is_too_small_is_refused_before_a_byte_moves(
-    copier: Copier, which: str
+    copier: copies.Copier, which: str
 ) -> None:
     copier.source.write_bytes(b"new" * MIB)
     copier.destination.write_bytes(OLD * 3 * MIB)
@@ -231,14 +123,14 @@ async def test_a_device_that_is_too_small_is_refused_before_a_byte_moves(
     assert copier.destination.read_bytes() == before
 
 
-async def test_a_missing_destination_is_unavailable_and_not_made(copier: Copier) -> None:
+async def test_a_missing_destination_is_unavailable_and_not_made(copier: copies.Copier) -> None:
     copier.source.write_bytes(b"new")
     with pytest.raises(errors.DeviceUnavailable, match="No such file"):
         await copier.copy(("file", "file"), 3)
     assert not copier.destination.exists()
 
 
-async def test_a_volume_is_not_copied_to_itself(copier: Copier) -> None:
+async def test_a_volume_is_not_copied_to_itself(copier: copies.Copier) -> None:
     copier.source.write_bytes(b"data" * 1000)
     copier.destination.hardlink_to(copier.source)
     with pytest.raises(errors.InvalidRequest, match="the same volume"):
@@ -251,13 +143,13 @@ async def test_a_volume_is_not_copied_to_itself(copier: Copier) -> None:
     ("number", "kind"), [(28, errors.InsufficientSpace), (5, errors.DeviceUnavailable)]
 )
 async def test_a_server_that_cannot_write_is_told_by_its_error(
-    copier: Copier,
-    servers: Servers,
+    copier: copies.Copier,
+    servers: copies.Servers,
     executor: process.Executor,
     number: int,
     kind: type[errors.VolumeWorkerError],
 ) -> None:
-    write_source(copier.source, 8 * MIB, [(0, 8 * MIB)])
+    copies.write_source(copier.source, 8 * MIB, [(0, 8 * MIB)])
     copier.destination.write_bytes(OLD * 8 * MIB)
     with pytest.raises(kind) as caught:
         await copying.copy(
@@ -273,7 +165,7 @@ async def test_a_server_that_cannot_write_is_told_by_its_error(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small filesystem")
 async def test_a_full_filesystem_is_insufficient_space(
-    copier: Copier, tmp_path: pathlib.Path
+    copier: copies.Copier, tmp_path: pathlib.Path
 ) -> None:
     folder = tmp_path / "small"
     folder.mkdir()
@@ -281,7 +173,7 @@ async def test_a_full_filesystem_is_insufficient_space(
     if subprocess.run([*mount, folder], check=False, capture_output=True).returncode:
         pytest.skip("filesystems cannot be mounted here")
     try:
-        write_source(copier.source, 16 * MIB, [(0, 16 * MIB)])
+        copies.write_source(copier.source, 16 * MIB, [(0, 16 * MIB)])
         copier.destination = folder / "destination"
         copier.destination.touch()
         os.truncate(copier.destination, 16 * MIB)
@@ -306,13 +198,15 @@ def loop_device(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 @pytest.mark.skipif(not shutil.which("losetup"), reason="needs losetup (util-linux)")
-async def test_a_block_device_is_copied_to(copier: Copier, loop_device: pathlib.Path) -> None:
+async def test_a_block_device_is_copied_to(
+    copier: copies.Copier, loop_device: pathlib.Path
+) -> None:
     size = 12 * MIB + 700
-    content = write_source(copier.source, size, [(0, MIB + 1), (5 * MIB - 3, 2 * MIB)])
+    content = copies.write_source(copier.source, size, [(0, MIB + 1), (5 * MIB - 3, 2 * MIB)])
     copier.destination = loop_device
     copied = await copier.copy(("file", "file"), size)
     assert loop_device.read_bytes() == content + OLD * (16 * MIB - size)
-    assert copied.digest == digest_of(content)
+    assert copied.digest == copies.digest_of(content)
     assert copied.copied_bytes < 4 * MIB
 
 
@@ -345,18 +239,18 @@ def fuse_file(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
     reason="needs qemu-storage-daemon (qemu-system-common)",
 )
 async def test_no_old_data_is_left_on_a_file_that_lies_about_holes(
-    copier: Copier, fuse_file: pathlib.Path
+    copier: copies.Copier, fuse_file: pathlib.Path
 ) -> None:
     size = 15 * MIB + 512
-    content = write_source(copier.source, size, [(5 * MIB, MIB)])
+    content = copies.write_source(copier.source, size, [(5 * MIB, MIB)])
     copier.destination = fuse_file
     copied = await copier.copy(("file", "file"), size)
     assert fuse_file.read_bytes() == content + OLD * (16 * MIB - size)
-    assert copied.digest == digest_of(content)
+    assert copied.digest == copies.digest_of(content)
 
 
-def slow(copier: Copier, kinds: tuple[str, str], **options: object) -> asyncio.Task[object]:
-    write_source(copier.source, 32 * MIB, [(0, 32 * MIB)])
+def slow(copier: copies.Copier, kinds: tuple[str, str], **options: object) -> asyncio.Task[object]:
+    copies.write_source(copier.source, 32 * MIB, [(0, 32 * MIB)])
     copier.destination.write_bytes(OLD * 32 * MIB)
     return asyncio.create_task(
         copier.copy(kinds, 32 * MIB, bytes_per_second=MIB, **options)  # type: ignore[arg-type]
@@ -381,7 +275,7 @@ def children() -> dict[int, list[str]]:
     return found
 
 
-def begun(copier: Copier) -> Callable[[], bool]:
+def begun(copier: copies.Copier) -> Callable[[], bool]:
     def has_begun() -> bool:
         with copier.destination.open("rb") as destination:
             return destination.read(1000) != OLD * 1000
@@ -392,7 +286,7 @@ def begun(copier: Copier) -> Callable[[], bool]:
 @needs_qemu_nbd
 @pytest.mark.parametrize("killed", [0, 1])
 async def test_a_server_killed_in_the_middle_is_an_error_and_no_hang(
-    copier: Copier, servers: Servers, killed: int
+    copier: copies.Copier, servers: copies.Servers, killed: int
 ) -> None:
     copying_ = slow(copier, ("nbd", "nbd"))
     await until(begun(copier))
@@ -403,7 +297,7 @@ async def test_a_server_killed_in_the_middle_is_an_error_and_no_hang(
 
 
 @needs_qemu_nbd
-async def test_a_cancelled_copy_leaves_no_process(copier: Copier) -> None:
+async def test_a_cancelled_copy_leaves_no_process(copier: copies.Copier) -> None:
     copying_ = slow(copier, ("nbd", "file"))
     await until(begun(copier))
     assert children()
@@ -413,7 +307,7 @@ async def test_a_cancelled_copy_leaves_no_process(copier: Copier) -> None:
     assert not children()
 
 
-async def test_a_killed_child_is_a_failed_command(copier: Copier) -> None:
+async def test_a_killed_child_is_a_failed_command(copier: copies.Copier) -> None:
     copying_ = slow(copier, ("file", "file"))
     await until(begun(copier))
     for pid in children():
@@ -424,7 +318,7 @@ async def test_a_killed_child_is_a_failed_command(copier: Copier) -> None:
 
 
 async def test_a_child_that_talks_nonsense_is_a_failed_command(
-    copier: Copier, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    copier: copies.Copier, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = tmp_path / "fake"
     fake.write_text("#!/bin/sh\necho no such thing >&2\necho nonsense\n")
@@ -436,13 +330,13 @@ async def test_a_child_that_talks_nonsense_is_a_failed_command(
         await copier.copy(("file", "file"), 4)
 
 
-async def test_progress_is_told_now_and_then_and_rises(copier: Copier) -> None:
+async def test_progress_is_told_now_and_then_and_rises(copier: copies.Copier) -> None:
     told: list[tuple[float, copying.Progress]] = []
 
     async def tell(progress: copying.Progress) -> None:
         told.append((time.monotonic(), progress))
 
-    write_source(copier.source, 6 * MIB, [(0, 6 * MIB)])
+    copies.write_source(copier.source, 6 * MIB, [(0, 6 * MIB)])
     copier.destination.write_bytes(OLD * 6 * MIB)
     started = time.monotonic()
     copied = await copier.copy(
@@ -457,9 +351,9 @@ async def test_progress_is_told_now_and_then_and_rises(copier: Copier) -> None:
     assert any(MIB < progress.bytes_per_second < 6 * MIB for _, progress in told)
 
 
-async def test_a_rate_can_be_changed_while_a_copy_runs(copier: Copier) -> None:
+async def test_a_rate_can_be_changed_while_a_copy_runs(copier: copies.Copier) -> None:
     rate = copying.Rate(64 * 1024)
-    write_source(copier.source, 32 * MIB, [(0, 32 * MIB)])
+    copies.write_source(copier.source, 32 * MIB, [(0, 32 * MIB)])
     copier.destination.write_bytes(OLD * 32 * MIB)
     copying_ = asyncio.create_task(copier.copy(("file", "file"), 32 * MIB, bytes_per_second=rate))
     await until(begun(copier))
@@ -470,9 +364,9 @@ async def test_a_rate_can_be_changed_while_a_copy_runs(copier: Copier) -> None:
 
 @pytest.mark.parametrize("how", ["stdin closed", "not fed"])
 def test_a_child_ends_when_its_parent_is_gone_or_stands_still(
-    copier: Copier, tmp_path: pathlib.Path, how: str
+    copier: copies.Copier, tmp_path: pathlib.Path, how: str
 ) -> None:
-    write_source(copier.source, 32 * MIB, [(0, 32 * MIB)])
+    copies.write_source(copier.source, 32 * MIB, [(0, 32 * MIB)])
     copier.destination.write_bytes(OLD * 32 * MIB)
     request = {
         "source": {"path": str(copier.source)},

@@ -10,7 +10,8 @@ from typing import Protocol
 import pytest
 
 from messages import errors
-from worker.transfer import file, libc
+from worker import libc
+from worker.transfer import file
 
 MIB = 1024 * 1024
 OLD = b"\xee"

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from messages import errors
-from worker import nbd_client, process
+from worker import process
 from worker.connectors import base, devices
+from worker.nbd import uri as uris
 from worker.storage_daemon import daemon, record
 
 NODE: Final = "volume"
@@ -168,7 +169,7 @@ async def _add_export(
     address = {"type": "unix", "data": {"path": str(built.data_socket)}}
     await built.execute("nbd-server-start", {"addr": address})
     await built.execute("block-export-add", {**export, "type": "nbd", "name": NODE})
-    return base.Device(nbd_uri=nbd_client.unix_uri(str(built.data_socket), NODE))
+    return base.Device(nbd_uri=uris.unix_uri(str(built.data_socket), NODE))
 
 
 def _is_mounted(mountpoint: pathlib.Path) -> bool:

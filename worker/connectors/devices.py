@@ -12,8 +12,9 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from messages import errors
-from worker import nbd_client, process
-from worker.connectors import base
+from worker import process
+from worker.connectors import base, exports
+from worker.nbd import session
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +39,7 @@ async def is_valid(execute: process.Executor, device: base.Device) -> bool:
         reading = (
             _read_path(execute, device) if device.nbd_uri is None else _read_nbd(device.nbd_uri)
         )
-        return await _within(READ_TIMEOUT, reading)
+        return await within(READ_TIMEOUT, reading)
     except (errors.DeviceUnavailable, errors.CommandFailed, errors.CommandTimeout):
         return False
 
@@ -56,7 +57,7 @@ async def flush(execute: process.Executor, device: base.Device, *, force: bool =
         _flush_path(execute, device) if device.nbd_uri is None else _flush_nbd(device.nbd_uri)
     )
     try:
-        await _within(FORCED_FLUSH_TIMEOUT if force else FLUSH_TIMEOUT, flushing)
+        await within(FORCED_FLUSH_TIMEOUT if force else FLUSH_TIMEOUT, flushing)
     except errors.VolumeWorkerError as error:
         if force:
             log.warning("device.not_flushed", error=error.message)
@@ -65,8 +66,7 @@ async def flush(execute: process.Executor, device: base.Device, *, force: bool =
 
 
 async def _flush_nbd(uri: str) -> None:
-    async with nbd_client.connect(uri) as session:
-        await session.flush()
+    await exports.visit(uri, session.Session.flush)
 
 
 async def _flush_path(execute: process.Executor, device: base.Device) -> None:
@@ -76,9 +76,17 @@ async def _flush_path(execute: process.Executor, device: base.Device) -> None:
 
 
 async def _read_nbd(uri: str) -> bool:
-    async with nbd_client.connect(uri) as session:
-        length = min(session.size_bytes, _FIRST_BLOCK)
-        return length > 0 and len(await session.read(0, length)) == length
+    return await exports.visit(uri, _read_first_block)
+
+
+def _read_first_block(opened: session.Session) -> bool:
+    export = opened.export
+    length = min(export.size, export.maximum, max(export.minimum, _FIRST_BLOCK))
+    if not length:
+        return False
+    block = memoryview(bytearray(length))
+    opened.demand(session.Request(session.READ, 0, length, into=block), "read")
+    return True
 
 
 async def _read_path(execute: process.Executor, device: base.Device) -> bool:
@@ -94,16 +102,23 @@ async def _read_path(execute: process.Executor, device: base.Device) -> bool:
     return total is not None and int(total[1]) > 0
 
 
-async def _within(seconds: float, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Waits for ``work`` so long and no longer, whether it can be cancelled or not."""
+async def within(seconds: float, work: Coroutine[Any, Any, Answer], *, who: str = "it") -> Answer:
+    """Waits for ``work`` so long and no longer, whether it can be cancelled or not.
+
+    Raises:
+        DeviceUnavailable: ``who`` did not answer in time.
+    """
     task = asyncio.create_task(work)
-    done, _ = await asyncio.wait({task}, timeout=seconds)
-    if done:
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            _stuck.add(task)
+            task.add_done_callback(_forget)
+            task.cancel()
+    if task.done():
         return task.result()
-    _stuck.add(task)
-    task.add_done_callback(_forget)
-    task.cancel()
-    raise errors.DeviceUnavailable(f"it did not answer within {seconds:g} s")
+    raise errors.DeviceUnavailable(f"{who} did not answer within {seconds:g} s")
 
 
 def _forget(task: asyncio.Task[Any]) -> None:

@@ -5,15 +5,17 @@ this host's copiers need not speak, a bridge is built.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import pydantic
 
 from messages import errors
-from worker import nbd_client
-from worker.connectors import base, bridge, connection_info, devices
+from worker.connectors import base, bridge, connection_info, devices, exports
+from worker.nbd import uri as uris
 
-RECONNECT_DELAY = 30
+REACH_TIMEOUT: Final = 40.0
+"""Seconds for the first look at an export."""
+RECONNECT_DELAY: Final = 30
 """Seconds in which a server may come back before what waits for it fails."""
 
 
@@ -81,10 +83,11 @@ class NbdConnector(base.Connector):
 
 
 async def _reach(info: Info, *, read_only: bool) -> base.Device:
-    uri = nbd_client.tcp_uri(info.host, info.port, info.export)
-    async with nbd_client.connect(uri) as session:
-        if session.read_only and not read_only:
-            raise errors.DeviceUnavailable("the NBD server serves this export read-only")
+    uri = uris.tcp_uri(info.host, info.port, info.export)
+    looking = exports.visit(uri, lambda opened: opened.export.read_only)
+    only_read = await devices.within(REACH_TIMEOUT, looking, who="the NBD server")
+    if only_read and not read_only:
+        raise errors.DeviceUnavailable("the NBD server serves this export read-only")
     return base.Device(nbd_uri=uri)
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-from worker.transfer import libc
+from worker import libc
 
 PIECE: Final = 1024**3
 """Bytes that one system call punches at most, so that a stop is heeded soon."""

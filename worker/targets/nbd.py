@@ -24,8 +24,9 @@ from typing import Any, ClassVar, Final
 import structlog
 
 from messages import errors
-from worker import nbd_client, process
+from worker import process
 from worker.drivers import base as drivers
+from worker.nbd import uri as uris
 from worker.storage_daemon import daemon, server
 from worker.targets import base, nbd_keys, nbd_options
 
@@ -217,7 +218,7 @@ class NbdTarget(base.Target):
         host, port = self._address
         export = str(connection.id)
         data: dict[str, Any] = {
-            "uri": nbd_client.tcp_uri(host, port, export),
+            "uri": uris.tcp_uri(host, port, export),
             "host": host,
             "port": port,
             "export": export,
@@ -228,7 +229,7 @@ class NbdTarget(base.Target):
         if not self._tls:
             return base.Info(self.driver_volume_type, data)
         user = connection.credentials["username"]
-        data["uri"] = nbd_client.tcp_uri(host, port, export, tls_user=user)
+        data["uri"] = uris.tcp_uri(host, port, export, tls_user=user)
         data["tls"] = {"type": "psk", "username": user}
         return base.Info(
             self.driver_volume_type, data, {"tls.psk_key": connection.credentials["psk_key"]}

@@ -26,7 +26,8 @@ import time
 from typing import Any, Final, NoReturn
 
 from messages import errors
-from worker.transfer import digest, endpoint, file, libc, mover, nbd, pace, verifier
+from worker import libc
+from worker.transfer import digest, endpoint, file, mover, nbd, pace, verifier
 
 _STDIN: Final = 0
 _STDOUT: Final = 1

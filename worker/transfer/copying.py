@@ -103,11 +103,22 @@ async def copy(
         "bytes_per_second": rate.bytes_per_second,
         "lease_seconds": lease_seconds,
     }
+    async with (
+        _started(execute, request, run_as_root=run_as_root) as child,
+        _fed(child, rate, lease_seconds / _FEEDS_PER_LEASE),
+    ):
+        return await _outcome(child, on_progress)
+
+
+@contextlib.asynccontextmanager
+async def _started(
+    execute: process.Executor, request: dict[str, Any], *, run_as_root: bool
+) -> AsyncIterator[process.Child]:
+    """A child with its request; ended, and gone, after the block."""
     child = await execute.start(sys.executable, *_COPIER, run_as_root=run_as_root)
     try:
         await child.write_line(json.dumps(request).encode())
-        async with _fed(child, rate, lease_seconds / _FEEDS_PER_LEASE):
-            return await _outcome(child, on_progress)
+        yield child
     finally:
         await asyncio.shield(child.stop(grace=0))
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Final, NoReturn
 
 from messages import errors
-from worker.transfer import endpoint, libc, zeros
+from worker import libc
+from worker.transfer import endpoint, zeros
 
 # linux/fs.h
 _BLKGETSIZE64: Final = 0x80081272

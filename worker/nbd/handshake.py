@@ -4,11 +4,11 @@ import struct
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from worker.transfer import nbd_link
+from worker.nbd import link as links
 
-READ_ONLY: Final = 1 << 1
-SEND_FLUSH: Final = 1 << 2
-SEND_WRITE_ZEROES: Final = 1 << 6
+_READ_ONLY: Final = 1 << 1
+_SEND_FLUSH: Final = 1 << 2
+_SEND_WRITE_ZEROES: Final = 1 << 6
 
 _GREETING: Final = b"NBDMAGIC"
 _OPTION: Final = b"IHAVEOPT"
@@ -57,8 +57,20 @@ class Export(NamedTuple):
     allocation: int | None = None
     """The id of the context ``base:allocation``, where there is one."""
 
+    @property
+    def read_only(self) -> bool:
+        return bool(self.flags & _READ_ONLY)
 
-def negotiate(link: nbd_link.Link, name: str) -> Export:
+    @property
+    def can_flush(self) -> bool:
+        return bool(self.flags & _SEND_FLUSH)
+
+    @property
+    def can_zero(self) -> bool:
+        return bool(self.flags & _SEND_WRITE_ZEROES)
+
+
+def negotiate(link: links.Link, name: str) -> Export:
     """Takes a new connection to the transmission phase of an export.
 
     Raises:
@@ -75,16 +87,14 @@ def negotiate(link: nbd_link.Link, name: str) -> Export:
     structured = _ask_structured(link)
     allocation = _ask_allocation(link, export_name) if structured else None
     export = _go(link, export_name) or _export_name(link, export_name, padded=not no_zeroes)
-    if not export.size:
-        link.fail(f"serves nothing in export {name!r}")
     return export._replace(structured=structured, allocation=allocation)
 
 
-def _ask_structured(link: nbd_link.Link) -> bool:
+def _ask_structured(link: links.Link) -> bool:
     return any(kind == _REP_ACK for kind, _ in _ask(link, _OPT_STRUCTURED_REPLY, b""))
 
 
-def _ask_allocation(link: nbd_link.Link, name: bytes) -> int | None:
+def _ask_allocation(link: links.Link, name: bytes) -> int | None:
     query = struct.pack(">I", len(name)) + name + struct.pack(">II", 1, len(_ALLOCATION))
     context: int | None = None
     for kind, data in _ask(link, _OPT_SET_META_CONTEXT, query + _ALLOCATION):
@@ -93,7 +103,7 @@ def _ask_allocation(link: nbd_link.Link, name: bytes) -> int | None:
     return context
 
 
-def _go(link: nbd_link.Link, name: bytes) -> Export | None:
+def _go(link: links.Link, name: bytes) -> Export | None:
     """Returns None where the server does not know this option."""
     export: Export | None = None
     minimum, maximum = _MINIMUM_BLOCK, _MAXIMUM_BLOCK
@@ -115,14 +125,14 @@ def _go(link: nbd_link.Link, name: bytes) -> Export | None:
     return export._replace(minimum=minimum, maximum=maximum)
 
 
-def _block_sizes(link: nbd_link.Link, data: bytes) -> tuple[int, int]:
+def _block_sizes(link: links.Link, data: bytes) -> tuple[int, int]:
     minimum, _, maximum = struct.unpack_from(">III", data, 2)
     if not 1 <= minimum <= 64 * 1024 or minimum & (minimum - 1) or maximum < minimum:
         link.fail(f"asks for blocks of {minimum} to {maximum} bytes, which cannot be")
     return minimum, min(maximum, _MAXIMUM_BLOCK) // minimum * minimum
 
 
-def _export_name(link: nbd_link.Link, name: bytes, *, padded: bool) -> Export:
+def _export_name(link: links.Link, name: bytes, *, padded: bool) -> Export:
     link.send(_OPTION + struct.pack(">II", _OPT_EXPORT_NAME, len(name)) + name)
     size, flags = struct.unpack(">QH", link.receive_bytes(10))
     if padded:
@@ -130,7 +140,7 @@ def _export_name(link: nbd_link.Link, name: bytes, *, padded: bool) -> Export:
     return Export(size, flags)
 
 
-def _ask(link: nbd_link.Link, option: int, data: bytes) -> Iterator[tuple[int, bytes]]:
+def _ask(link: links.Link, option: int, data: bytes) -> Iterator[tuple[int, bytes]]:
     """Sends an option; gives each reply to it, up to the one that ends it."""
     link.send(_OPTION + struct.pack(">II", option, len(data)) + data)
     for _ in range(_MOST_REPLIES):

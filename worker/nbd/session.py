@@ -7,12 +7,14 @@ use it.
 
 import errno
 import itertools
+import os
 import struct
 import threading
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from messages import errors
-from worker.transfer import endpoint, nbd_handshake, nbd_link
+from worker.nbd import handshake
+from worker.nbd import link as links
 
 READ: Final = 0
 WRITE: Final = 1
@@ -20,6 +22,9 @@ DISCONNECT: Final = 2
 FLUSH: Final = 3
 WRITE_ZEROES: Final = 6
 BLOCK_STATUS: Final = 7
+
+FLUSH_PATIENCE: Final = 900.0
+"""Seconds: a server may have much in its cache to bring to slow disks."""
 
 _REQUEST: Final = struct.Struct(">IHHQQI")
 _REQUEST_MAGIC: Final = 0x25609513
@@ -39,6 +44,17 @@ _CHUNK_ERROR: Final = 1 << 15
 _STATE_ZERO: Final = 1 << 1
 _LONGEST_STATUS: Final = 4 * 1024 * 1024
 _LONGEST_ERROR: Final = 64 * 1024
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class Run(NamedTuple):
+    """A run of bytes that a server has told the state of."""
+
+    offset: int
+    length: int
+    zero: bool
+    """It reads as zeros."""
 
 
 class Request:
@@ -64,20 +80,37 @@ class Request:
         self.error = 0
         """The protocol's error number, which is Linux's."""
         self.text = ""
-        self.extents: list[endpoint.Extent] = []
+        self.runs: list[Run] = []
+
+
+def begin(link: links.Link, export: str, *, name: str) -> "Session":
+    """Shakes hands for an export; a connection over which that fails is closed.
+
+    Args:
+        name: of the export, for messages.
+
+    Raises:
+        DeviceUnavailable: the server has no such export, refuses it, or speaks something else.
+    """
+    try:
+        return Session(link, handshake.negotiate(link, export), name=name)
+    except BaseException:
+        link.close()
+        raise
 
 
 class Session:
     """A connection in its transmission phase; safe to use from several threads.
 
     Raises:
-        DeviceUnavailable: from :meth:`call`, once the connection is lost or the server has broken
-            the protocol, for every request from then on.
+        DeviceUnavailable: from every request, once the connection is lost or the server has broken
+            the protocol.
     """
 
-    def __init__(self, link: nbd_link.Link, export: nbd_handshake.Export) -> None:
+    def __init__(self, link: links.Link, export: handshake.Export, *, name: str) -> None:
+        self.export = export
+        self._name = name
         self._link = link
-        self._export = export
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._cookies = itertools.count(1)
@@ -91,10 +124,45 @@ class Session:
         self._send(cookie, request)
         while not request.done:
             with self._receiving:
-                self._check()
+                self._check_connection()
                 if not request.done:
                     self._receive_or_lose()
         return request
+
+    def demand(self, request: Request, done: str) -> None:
+        """Like :meth:`call` and :meth:`check` after it."""
+        self.check(self.call(request), done)
+
+    def check(self, request: Request, done: str) -> None:
+        """Raises the error that the server answered with, if any: what could not be ``done``.
+
+        Raises:
+            InsufficientSpace: the server is full.
+            DeviceUnavailable: it has another error.
+        """
+        if not request.error:
+            return
+        full = request.error in _FULL and request.command != READ
+        kind = errors.InsufficientSpace if full else errors.DeviceUnavailable
+        reason = os.strerror(request.error) + (f" ({request.text})" if request.text else "")
+        raise kind(
+            f"{self._name} cannot be {done} at byte {request.offset}: {reason}",
+            device=self._name,
+            offset=request.offset,
+            errno=request.error,
+        )
+
+    def flush(self) -> None:
+        """Makes every write that was answered durable; nothing where the server has no cache.
+
+        Raises:
+            DeviceUnavailable: the server could not.
+            InsufficientSpace: there was no room for all of it.
+        """
+        if not self.export.can_flush:
+            return
+        with self._link.waiting(FLUSH_PATIENCE):
+            self.demand(Request(FLUSH), "flushed")
 
     def close(self) -> None:
         """Takes leave of the server, where it still listens, and closes the connection."""
@@ -106,7 +174,7 @@ class Session:
         finally:
             self._link.close()
 
-    def _check(self) -> None:
+    def _check_connection(self) -> None:
         if self._lost is not None:
             raise type(self._lost)(self._lost.message, **self._lost.details)
 
@@ -115,7 +183,7 @@ class Session:
             _REQUEST_MAGIC, 0, request.command, cookie, request.offset, request.length
         )
         with self._sending:
-            self._check()
+            self._check_connection()
             try:
                 self._link.send(head, request.payload)
             except BaseException as error:
@@ -139,7 +207,7 @@ class Session:
         magic, error, cookie = _SIMPLE.unpack(head)
         if magic == _SIMPLE_MAGIC:
             self._receive_simple(cookie, error)
-        elif magic == _STRUCTURED_MAGIC and self._export.structured:
+        elif magic == _STRUCTURED_MAGIC and self.export.structured:
             _, flags, kind, cookie = _STRUCTURED.unpack(head)
             (length,) = _LENGTH.unpack(self._link.receive_bytes(_LENGTH.size))
             self._receive_chunk(self._request(cookie), kind, length)
@@ -152,7 +220,7 @@ class Session:
         request = self._request(cookie)
         request.error = error
         if request.into is not None and not error:
-            if self._export.structured:
+            if self.export.structured:
                 self._garbage("with a simple reply to a read")
             self._link.receive(request.into)
             request.missing = 0
@@ -193,7 +261,7 @@ class Session:
             self._garbage("with a block status that cannot be read")
         data = memoryview(self._link.receive_bytes(size))
         (context,) = struct.unpack_from(">I", data)
-        if context != self._export.allocation:
+        if context != self.export.allocation:
             return
         at, end = request.offset, request.offset + request.length
         for length, state in struct.iter_unpack(">II", data[4:]):
@@ -201,11 +269,11 @@ class Session:
                 self._garbage("with an extent of no bytes")
             zero = bool(state & _STATE_ZERO)
             count = min(length, end - at)
-            last = request.extents[-1] if request.extents else None
+            last = request.runs[-1] if request.runs else None
             if last and last.zero is zero:
-                request.extents[-1] = last._replace(length=last.length + count)
+                request.runs[-1] = last._replace(length=last.length + count)
             elif count:
-                request.extents.append(endpoint.Extent(at, count, zero))
+                request.runs.append(Run(at, count, zero))
             at += count
 
     def _request(self, cookie: int) -> Request:

@@ -1,4 +1,4 @@
-"""NBD URIs (the NBD project's doc/uri.md), without TLS."""
+"""NBD URIs (the NBD project's doc/uri.md)."""
 
 import urllib.parse
 from typing import Final, NamedTuple
@@ -24,7 +24,7 @@ class Location(NamedTuple):
 
 
 def parse(uri: str) -> Location:
-    """Reads ``nbd://HOST[:PORT]/EXPORT`` or ``nbd+unix:///EXPORT?socket=PATH``.
+    """Reads ``nbd://HOST[:PORT]/EXPORT`` or ``nbd+unix:///EXPORT?socket=PATH``; no TLS.
 
     The export's name is what follows the first ``/`` of the path, percent-decoded.
 
@@ -46,3 +46,16 @@ def parse(uri: str) -> Location:
     raise errors.InvalidRequest(
         f"{uri} is neither nbd://HOST:PORT/EXPORT nor nbd+unix:///EXPORT?socket=PATH", uri=uri
     )
+
+
+def tcp_uri(host: str, port: int, export: str, *, tls_user: str | None = None) -> str:
+    """The URI of an export on a TCP port; for TLS with a pre-shared key with the key's name."""
+    quoted = urllib.parse.quote(host, safe=":")
+    bracketed = f"[{quoted}]" if ":" in host else quoted
+    scheme = "nbd://" if tls_user is None else f"nbds://{urllib.parse.quote(tls_user)}@"
+    return f"{scheme}{bracketed}:{port}/{urllib.parse.quote(export)}"
+
+
+def unix_uri(socket: str, export: str) -> str:
+    """The URI of an export on a unix socket."""
+    return f"nbd+unix:///{urllib.parse.quote(export)}?socket={urllib.parse.quote(socket)}"
