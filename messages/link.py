@@ -78,6 +78,7 @@ class Link:
             except AWAY as error:
                 if failures in (0, 5) or failures % 30 == 0:
                     log.warning("broker.away", link=self._name, error=_describe(error))
+            _end_if_cancelled()
             # Full jitter, so that workers do not come back to a restarted broker all at once.
             await asyncio.sleep(random.uniform(0.05, min(MAX_BACKOFF, 0.25 * 2**failures)))  # noqa: S311
             failures = min(failures + 1, 10)
@@ -88,6 +89,7 @@ class Link:
         connection.close_callbacks.add(lambda *_: closed.set())
         try:
             await self._setup(connection)
+            _end_if_cancelled()
             self._up.set()
             log.info("broker.connected", link=self._name)
             await closed.wait()
@@ -95,7 +97,8 @@ class Link:
         finally:
             self._up.clear()
             with contextlib.suppress(*AWAY):
-                await asyncio.wait_for(connection.close(), CLOSE_TIMEOUT)
+                async with asyncio.timeout(CLOSE_TIMEOUT):
+                    await connection.close()
 
     async def _connect(self) -> aio_pika.abc.AbstractConnection:
         return await aio_pika.connect(
@@ -103,6 +106,13 @@ class Link:
             timeout=CONNECT_TIMEOUT,
             client_properties={"connection_name": self._name},
         )
+
+
+def _end_if_cancelled() -> None:
+    """Ends a task that was cancelled: connecting and closing may have swallowed that."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _describe(error: BaseException) -> str:

@@ -76,8 +76,8 @@ SELECT
 FROM done;
 
 -- name: requeue_job
--- Puts a running job back, to run again after $3 seconds. $4: the error of this attempt, or null;
--- $5: whether the attempt counts (one cut short by a drain does not).
+-- Puts a running job back, to run again after $3 seconds. $1 job, $2 fencing token, $4 the error of
+-- this attempt or null, $5 whether the attempt counts (one cut short by a drain does not).
 WITH back AS (
     UPDATE jobs SET
         state = 'queued', owner = NULL, lease_until = NULL,

@@ -1,4 +1,4 @@
-"""A caller that speaks plain AMQP: it knows the contract and nothing of the project's own client."""
+"""A caller that speaks plain AMQP: it knows the contract, and nothing of the project's client."""
 
 import asyncio
 import contextlib

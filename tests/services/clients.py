@@ -72,7 +72,13 @@ async def session(
     """
     tgtd.require_program("qemu-io", "stdbuf")
     # Line by line, though it is no terminal that it prints to.
-    argv = ["stdbuf", "-oL", "qemu-io", *(["-r"] if read_only else []), *_image(info, folder, initiator)]
+    argv = [
+        "stdbuf",
+        "-oL",
+        "qemu-io",
+        *(["-r"] if read_only else []),
+        *_image(info, folder, initiator),
+    ]
     child = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.PIPE,

@@ -73,7 +73,7 @@ class Installation:
         found = {}
         for table, column in columns:
             values = await self.rows(
-                f'SELECT CASE WHEN pg_typeof("{column}") = \'bytea\'::regtype'
+                f"SELECT CASE WHEN pg_typeof(\"{column}\") = 'bytea'::regtype"
                 f' THEN encode("{column}"::text::bytea, \'escape\') ELSE "{column}"::text END'
                 f' FROM "{table}"'
             )

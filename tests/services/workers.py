@@ -114,8 +114,8 @@ class Worker:
         """Waits until /readyz answers 200."""
         deadline = time.monotonic() + READY_TIMEOUT
         while self.readyz()[0] != http.HTTPStatus.OK:
-            late = time.monotonic() > deadline
-            assert self.is_running and not late, f"{self.host} does not get ready: {self._tail()}"
+            has_failed = not self.is_running or time.monotonic() > deadline
+            assert not has_failed, f"{self.host} does not get ready: {self._tail()}"
             time.sleep(0.05)
 
     async def start(self) -> None:

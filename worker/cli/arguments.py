@@ -16,6 +16,7 @@ _UNITS: Final = {
     **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib", "pib"), 1)},
     **{unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb", "pb"), 1)},
 }
+_OF_BYTES: Final = ("_bytes", "bytes_per_second")
 _SIZE: Final = re.compile(r"(?P<number>\d{1,20}(?:\.\d{1,20})?)\s*(?P<unit>[A-Za-z]*)")
 
 
@@ -23,7 +24,7 @@ def parse(pairs: Sequence[str], as_json: str | None) -> dict[str, Any]:
     """The arguments; a pair wins over the same member of the JSON object.
 
     A value is JSON where it parses, else text. ``volume.name=v`` sets a member of an object, and
-    keys that end in ``_bytes`` take sizes such as ``1GiB``.
+    what is in bytes, by its name, takes sizes such as ``1GiB``.
 
     Raises:
         BadParameter: one of them cannot be read, or they contradict each other.
@@ -79,7 +80,7 @@ def _value(key: str, text: str) -> Any:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         pass
-    return _size(key, text) if key.endswith("_bytes") else text
+    return _size(key, text) if key.endswith(_OF_BYTES) else text
 
 
 def _size(key: str, text: str) -> int:

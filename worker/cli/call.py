@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Final
 
@@ -18,15 +19,19 @@ _METHOD: Final = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 
 def call(
-    method: Annotated[str, typer.Argument(help="create_volume, get_volume, …")],
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="create_volume, get_volume, …")],
     address: Annotated[
         str,
-        typer.Argument(help="HOST@BACKEND, such as host-a@fast", callback=options.check_address),
+        typer.Argument(
+            metavar="ADDRESS",
+            help="HOST@BACKEND, such as host-a@fast.",
+            callback=options.check_address,
+        ),
     ],
     pairs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...",
+            metavar="KEY=VALUE",
             help="Arguments: volume.name=v volume.size_bytes=1GiB; values are JSON or text.",
         ),
     ] = None,
@@ -59,10 +64,17 @@ def call(
         _print_cast(asyncio.run(_cast(configured, method, address, given, patience)), as_json)
         return
     shown = progress.watch(method, as_json=as_json) if watch else None
+    identity = uuid.uuid4()
     try:
         result = asyncio.run(
-            _call(configured, method, address, given, timeout=patience, shown=shown)
+            _call(
+                configured, method, address, given, identity=identity, timeout=patience, shown=shown
+            )
         )
+    except KeyboardInterrupt:
+        if not _is_read(method):
+            output.note(f"the job goes on: volume-worker jobs show {identity}")
+        raise
     except errors.VolumeWorkerError as error:
         if as_json and not isinstance(error, errors.Unreachable | settings.ConfigurationError):
             output.print_json(redaction.mask_tree(error.to_wire()))
@@ -77,12 +89,15 @@ async def _call(
     address: str,
     args: Mapping[str, Any],
     *,
+    identity: uuid.UUID,
     timeout: float,
     shown: progress.Watch | None,
 ) -> Mapping[str, Any]:
     async with _client(configured) as volumes:
         with shown or contextlib.nullcontext():
-            return await volumes.call(method, address, args, timeout=timeout, on_status=shown)
+            return await volumes.call(
+                method, address, args, timeout=timeout, message_id=identity, on_status=shown
+            )
 
 
 async def _cast(
@@ -114,14 +129,18 @@ def _print_cast(job_id: str, as_json: bool) -> None:  # noqa: FBT001 - a flag of
         output.say(job_id)
 
 
+def _is_read(method: str) -> bool:
+    known = requests.METHODS.get(method)
+    return known is not None and known.kind is requests.Kind.READ
+
+
 def _with_advice(
     error: errors.VolumeWorkerError, method: str, configured: settings.Settings
 ) -> errors.VolumeWorkerError:
     """The error, with what this command line can do about it."""
     match error:
         case errors.ReplyTimeout():
-            known = requests.METHODS.get(method)
-            if known is not None and known.kind is requests.Kind.READ:
+            if _is_read(method):
                 advice = "is its worker running? Send it again; a read is not kept"
             else:
                 advice = f"ask for it later with: volume-worker jobs show {error.details['job_id']}"

@@ -10,7 +10,7 @@ from worker.transfer import digest as digests
 
 
 def digest(
-    path: Annotated[pathlib.Path, typer.Argument(help="A file or block device.")],
+    path: Annotated[pathlib.Path, typer.Argument(metavar="PATH", help="A file or block device.")],
     *,
     config: options.Config = None,
     as_json: options.Json = False,

@@ -165,7 +165,7 @@ def _moment(value: object) -> datetime.datetime | None:
 
 
 def _shown(headers: Mapping[str, Any]) -> dict[str, Any]:
-    shown = {}
+    shown: dict[str, Any] = {}
     for name, value in headers.items():
         try:
             shown |= redaction.mask_tree({str(name): to_data(value)})

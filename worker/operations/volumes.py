@@ -6,7 +6,7 @@ from typing import Final
 
 from messages import errors, requests
 from messages.resources import VolumeStatus
-from worker.operations import base
+from worker.operations import base, exports
 from worker.store import connections, jobs, volumes
 
 _DELETABLE: Final = (
@@ -97,7 +97,7 @@ async def _extend(context: base.Context) -> base.Outcome:
         raise
     backend.changed.set()
     if any(not connection.is_local for connection in live):
-        path = backend.driver.local_path(base.reference(volume))
+        path = exports.path_of(backend, volume)
         await backend.target.extend_volume(base.reference(volume), path)
     return base.Outcome(change=base.back(volume, size_bytes=args.new_size_bytes))
 

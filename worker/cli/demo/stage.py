@@ -71,6 +71,7 @@ async def prepare(configured: settings.Settings, told: narrator.Narrator) -> Asy
         addresses = ["host-a@nbd", "host-b@iscsi", "host-b@nbd"]
         await stack.enter_async_context(installation.namespace(configured, called, addresses))
         folder = stack.enter_context(_folder(told))
+        told.tell(f"namespace and database {called}, files in {folder}")
         tgtd = await _start_tgtd(stack, execute, told)
         common = {
             "namespace": called,

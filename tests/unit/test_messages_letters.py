@@ -1,0 +1,196 @@
+"""Dead letters: kept as JSON data, given back as they came."""
+
+import base64
+import datetime
+import decimal
+import json
+import types
+from typing import Any
+
+import aio_pika
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from messages import errors, letters
+
+PROPERTIES = (
+    "content_type",
+    "content_encoding",
+    "priority",
+    "correlation_id",
+    "reply_to",
+    "message_id",
+    "type",
+    "app_id",
+)
+
+
+def incoming(headers: Any = None, **properties: Any) -> Any:
+    """A message as it comes from the broker: what was not set is None."""
+    names = [*PROPERTIES, "user_id", "timestamp", "expiration", "delivery_mode"]
+    empty = dict.fromkeys(names)
+    return types.SimpleNamespace(**{**empty, **properties}, headers=headers)
+
+
+def there_and_back(message: Any, **added: Any) -> aio_pika.Message:
+    kept = letters.keep_properties(message)
+    # As strict as PostgreSQL's jsonb is.
+    stored = json.dumps(kept, allow_nan=False)
+    assert "\\u0000" not in stored
+    return letters.restore(b"body", json.loads(stored), added)
+
+
+def test_a_letter_has_the_body_and_properties_that_it_came_with() -> None:
+    message = incoming(
+        {"deadline": "2026-03-01T12:30:00Z", "status-updates": True},
+        message_id="m",
+        reply_to="q",
+        correlation_id="c",
+        content_type="text/plain",
+        content_encoding="gzip",
+        type="t",
+        app_id="a",
+        priority=3,
+    )
+    back = there_and_back(message)
+    assert back.body == b"body"
+    assert back.headers == message.headers
+    assert {name: getattr(back, name) for name in PROPERTIES} == {
+        name: getattr(message, name) for name in PROPERTIES
+    }
+
+
+def test_the_time_at_which_it_was_sent_is_kept() -> None:
+    moment = datetime.datetime(2026, 3, 1, 12, 30, tzinfo=datetime.UTC)
+    assert there_and_back(incoming(timestamp=moment)).timestamp == moment
+
+
+def test_a_letter_is_persistent_and_does_not_expire() -> None:
+    back = there_and_back(incoming(delivery_mode=1, expiration=1.0))
+    assert back.delivery_mode == aio_pika.DeliveryMode.PERSISTENT
+    assert back.expiration is None
+
+
+def test_the_user_is_left_away_since_the_broker_compares_it_with_who_publishes() -> None:
+    assert there_and_back(incoming(user_id="guest")).user_id is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"\x00\xff",
+        "a\0b",
+        "",
+        "ünïcödé",
+        datetime.datetime(2026, 3, 1, 12, 30, tzinfo=datetime.UTC),
+        {"nested": {"bytes": b"\xff", "list": [1, {"x": b"y"}]}},
+        [b"a", "b\0", None],
+        2**63 - 1,
+        -(2**63),
+        1.5,
+        True,
+        None,
+        {},
+        [],
+    ],
+)
+def test_a_header_of_any_kind_comes_back_as_it_was(value: Any) -> None:
+    assert there_and_back(incoming({"h": value})).headers == {"h": value}
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_number_that_json_does_not_have_can_be_kept(value: float) -> None:
+    back = there_and_back(incoming({"h": value}))
+    assert repr(back.headers["h"]) == repr(value)
+
+
+def test_a_decimal_can_be_kept() -> None:
+    back = there_and_back(incoming({"h": decimal.Decimal("1.25")}))
+    assert str(back.headers["h"]) == "1.25"
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"$bytes": "not base64!"},
+        {"$bytes": base64.b64encode(b"x").decode()},
+        {"$text": "not base64!"},
+        {"$text": base64.b64encode(b"x").decode()},
+        {"$time": "yesterday"},
+        {"$time": "2026-03-01T12:30:00+00:00"},
+        {"$bytes": "", "more": 1},
+    ],
+)
+def test_a_table_that_looks_like_the_stored_form_comes_back_as_it_was(table: Any) -> None:
+    assert there_and_back(incoming({"h": table})).headers == {"h": table}
+
+
+def test_a_callers_own_header_beginning_with_x_is_kept_and_the_brokers_are_not() -> None:
+    headers = {"x-request-id": "r", "x-death": [{"count": 1}], "x-delivery-count": 3}
+    assert there_and_back(incoming(headers)).headers == {"x-request-id": "r"}
+
+
+def test_the_reasons_of_an_earlier_death_are_replaced() -> None:
+    first = letters.reason_headers(
+        error=errors.TargetError("first"), origin="a@b", job_id="j", attempts=5
+    )
+    second = letters.reason_headers(error=errors.InvalidRequest("second"), origin="c@d")
+    back = there_and_back(incoming({**first, "mine": 1}), **second)
+    assert back.headers["reason"] == "InvalidRequest"
+    assert back.headers["origin"] == "c@d"
+    assert back.headers["last-error"] == "second"
+    assert back.headers["mine"] == 1
+    assert "job-id" not in back.headers
+
+
+# What a table of AMQP 0-9-1 can hold, once decoded.
+FIELDS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=20)
+    | st.binary(max_size=20)
+    | st.datetimes(
+        min_value=datetime.datetime(1970, 1, 1),
+        timezones=st.just(datetime.UTC),
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=8) | st.sampled_from(["$bytes", "$text", "$time"]), inner
+        )
+    ),
+    max_leaves=8,
+)
+NAMES = st.text(max_size=20).filter(
+    lambda name: name not in letters.REASON_HEADERS and not name.startswith("x-")
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.dictionaries(NAMES, FIELDS, max_size=4),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            name: st.text(min_size=1, max_size=20)
+            for name in ("correlation_id", "reply_to", "message_id", "type")
+        },
+    ),
+)
+def test_headers_and_properties_survive_being_stored(
+    headers: dict[str, Any], properties: dict[str, str]
+) -> None:
+    back = there_and_back(incoming(headers, **properties))
+    assert back.headers == headers
+    for name, value in properties.items():
+        assert getattr(back, name) == value
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_the_last_error_is_short_whatever_was_said(text: str) -> None:
+    headers = letters.reason_headers(error=errors.TargetError(text), origin="a@b")
+    assert len(headers["last-error"]) <= 1000

@@ -1,0 +1,1 @@
+"""What ``volume-worker check`` looks at. Nothing here disturbs a worker that runs."""
