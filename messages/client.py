@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import datetime
 import json
+import logging
 import types
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,11 +22,10 @@ from typing import Any, Final, Self
 import aio_pika
 import aio_pika.abc
 import pydantic
-import structlog
 
 from messages import envelope, errors, link, replies, requests, topology
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT: Final = 60.0
 REPLY_QUEUE_EXPIRES: Final = 30 * 60 * 1000
@@ -38,8 +38,32 @@ class _Call:
     """A call that waits for its result."""
 
     def __init__(self, on_status: OnStatus | None) -> None:
-        self.result: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.on_status = on_status
+        self._statuses: asyncio.Queue[Any] = asyncio.Queue()
+
+    def take_status(self, body: Any) -> None:
+        """Keeps a status message for :meth:`tell_statuses`."""
+        if self.on_status is not None and not self.result.done():
+            self._statuses.put_nowait(body)
+
+    def take_result(self, body: Any) -> None:
+        """Ends the call, after the status messages that came before."""
+        if not self.result.done():
+            self.result.set_result(body)
+            self._statuses.put_nowait(None)
+
+    async def tell_statuses(self) -> None:
+        """Hands each status message on, one after the other, until the result is there."""
+        while (body := await self._statuses.get()) is not None:
+            assert self.on_status is not None
+            try:
+                answer = self.on_status(body)
+                if answer is not None:
+                    await answer
+            except Exception:
+                # The caller's own fault, and no reason to lose the result.
+                log.exception("client.on_status_failed")
 
 
 class Client:
@@ -59,6 +83,7 @@ class Client:
         name: str = "volume-worker client",
     ) -> None:
         url = pydantic.SecretStr(broker_url) if isinstance(broker_url, str) else broker_url
+        self._url = url
         self._topology = topology.Topology(namespace)
         self._reply_queue = f"reply-{uuid.uuid4()}"
         self._calls: dict[str, _Call] = {}
@@ -67,6 +92,7 @@ class Client:
         self._lost = asyncio.Event()
         self._queue: aio_pika.abc.AbstractQueue | None = None
         self._consumer_tag = ""
+        self._may_have_queue = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -82,13 +108,29 @@ class Client:
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        if self._queue is not None and self._replies.is_up:
-            with contextlib.suppress(*link.AWAY):
-                await self._queue.cancel(self._consumer_tag, timeout=3)
-                await self._queue.delete(if_unused=False, if_empty=False, timeout=3)
+        is_deleted = await self._delete_queue()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._may_have_queue and not is_deleted:
+            await self._delete_queue_apart()
+
+    async def _delete_queue(self) -> bool:
+        if self._queue is None or not self._replies.is_up:
+            return False
+        with contextlib.suppress(*link.AWAY):
+            await self._queue.cancel(self._consumer_tag, timeout=3)
+            await self._queue.delete(if_unused=False, if_empty=False, timeout=3)
+            return True
+        return False
+
+    async def _delete_queue_apart(self) -> None:
+        """Over a connection for this alone; with the broker away, the queue expires by itself."""
+        with contextlib.suppress(*link.AWAY):
+            async with asyncio.timeout(3):
+                connection = await aio_pika.connect(self._url.get_secret_value(), timeout=3)
+                async with connection, connection.channel() as channel:
+                    await channel.queue_delete(self._reply_queue, if_unused=False, if_empty=False)
 
     async def call(
         self,
@@ -125,6 +167,7 @@ class Client:
             status_updates=on_status is not None,
         )
         sent = False
+        telling = asyncio.create_task(call.tell_statuses())
         try:
             async with asyncio.timeout(timeout):
                 while not call.result.done():
@@ -132,6 +175,7 @@ class Client:
                     if await self._send(message, address):
                         sent = True
                         await self._result_or_loss(call)
+                await telling
         except TimeoutError:
             if not sent:
                 raise errors.Unreachable(
@@ -143,6 +187,7 @@ class Client:
             ) from None
         finally:
             del self._calls[correlation]
+            telling.cancel()
         return _unpack(call.result.result())
 
     async def cast(
@@ -232,6 +277,7 @@ class Client:
     async def _consume_replies(self, connection: aio_pika.abc.AbstractConnection) -> None:
         channel = await connection.channel()
         await channel.set_qos(prefetch_count=100)
+        self._may_have_queue = True
         self._queue = await channel.declare_queue(
             self._reply_queue, durable=True, arguments={"x-expires": REPLY_QUEUE_EXPIRES}
         )
@@ -246,19 +292,19 @@ class Client:
         try:
             body = json.loads(message.body)
         except ValueError:
-            log.warning("client.reply_unreadable", correlation_id=message.correlation_id)
+            log.warning("client.reply_unreadable", extra={"correlation_id": message.correlation_id})
             return
         if message.type == replies.ReplyType.STATUS:
-            if call.on_status is not None:
-                answer = call.on_status(body)
-                if answer is not None:
-                    await answer
+            call.take_status(body)
         else:
-            call.result.set_result(body)
+            call.take_result(body)
 
 
-def _unpack(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    if body.get("ok"):
-        result: Mapping[str, Any] = body["result"]
-        return result
-    raise errors.from_wire(body.get("error") or {})
+def _unpack(body: Any) -> Mapping[str, Any]:
+    match body:
+        case {"ok": True, "result": dict() as result}:
+            return result
+        case {"ok": False, "error": dict() as error}:
+            raise errors.from_wire(error)
+        case _:
+            raise errors.RemoteError("what came back is no result as the contract has it")

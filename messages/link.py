@@ -7,6 +7,7 @@ the owner sets up what it needs, each time, and says what is fatal.
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -15,11 +16,11 @@ import aio_pika
 import aio_pika.abc
 import aio_pika.exceptions
 import pydantic
-import structlog
 
 from messages import decoding, errors
 
-log = structlog.get_logger(__name__)
+# Not structlog, which prints to stdout where a caller has not set it up.
+log = logging.getLogger(__name__)
 
 PUBLISH_TIMEOUT: Final = 30.0
 """Seconds that a publish waits for its confirm; a broker under an alarm sends none."""
@@ -77,7 +78,9 @@ class Link:
                 failures = 0
             except AWAY as error:
                 if failures in (0, 5) or failures % 30 == 0:
-                    log.warning("broker.away", link=self._name, error=_describe(error))
+                    log.warning(
+                        "broker.away", extra={"link": self._name, "error": _describe(error)}
+                    )
             _end_if_cancelled()
             # Full jitter, so that workers do not come back to a restarted broker all at once.
             await asyncio.sleep(random.uniform(0.05, min(MAX_BACKOFF, 0.25 * 2**failures)))  # noqa: S311
@@ -91,9 +94,9 @@ class Link:
             await self._setup(connection)
             _end_if_cancelled()
             self._up.set()
-            log.info("broker.connected", link=self._name)
+            log.info("broker.connected", extra={"link": self._name})
             await closed.wait()
-            log.warning("broker.connection_lost", link=self._name)
+            log.warning("broker.connection_lost", extra={"link": self._name})
         finally:
             self._up.clear()
             with contextlib.suppress(*AWAY):

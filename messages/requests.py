@@ -206,6 +206,11 @@ class Method:
     despite_deadline: bool = False
     """Carried out even where the caller has stopped waiting: it gives something back."""
 
+    @property
+    def only_reads(self) -> bool:
+        """Whether it changes nothing, so that nothing is lost with a request for it."""
+        return self.kind is Kind.READ or self.name.startswith(("get_", "list_"))
+
 
 _UNSUPPORTED = [
     "create_volume_from_snapshot",

@@ -100,8 +100,11 @@ class Broker:
             queue = await channel.get_queue(self.names.queue(address), ensure=False)
             tag = await queue.consume(self._hand_over(address))
             self._consuming.append((queue, tag))
-        # A channel that the broker closes takes its consumers along: start over with all of it.
+        # A channel that the broker closes takes its consumers along, and a queue that is deleted
+        # its own: start over with all of it.
         channel.close_callbacks.add(lambda *_: asyncio.ensure_future(connection.close()))
+        underlay = await channel.get_underlay_channel()
+        underlay.on_consumer_cancel_callbacks.add(lambda _: connection.close())
         self._channel = channel
 
     def _hand_over(

@@ -173,10 +173,11 @@ class Inbox:
             await asyncio.sleep(1)
             return
         for (delivery, _), stored in zip(batch, accepted, strict=True):
-            await self._acknowledge(delivery)
             if stored.verdict is jobs.Verdict.REUSED:
-                await self._answer_error(delivery, _reused(), stored.job.id)
-            elif stored.outbox_id is not None:
+                await self._refuse(delivery, _reused())
+                continue
+            await self._acknowledge(delivery)
+            if stored.outbox_id is not None:
                 await self._outbox.tell(
                     outbox_store.Entry(stored.outbox_id, job=stored.job, reply_only=True)
                 )
@@ -208,7 +209,9 @@ class Inbox:
         answerable = delivery.reply_to is not None and not self._broker.names.is_reserved(
             delivery.reply_to
         )
-        if not answerable or _is_unreadable(error):
+        method = requests.METHODS.get(_method_name(message.body) or "")
+        unheard = not answerable and not (method is not None and method.only_reads)
+        if unheard or _is_unreadable(error):
             reasons = letters.reason_headers(error=error, origin=delivery.address)
             kept = {**letters.keep_properties(message), "reasons": reasons}
             letter = outbox_store.Letter(delivery.address, message.body, kept)

@@ -275,7 +275,8 @@ class Outbox:
             self._wake.clear()
             patience = max(events_at - loop.time(), 0) if self._events else None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), patience)
+                async with asyncio.timeout(patience):
+                    await self._wake.wait()
 
     def _keep(self, items: Sequence[_Item]) -> None:
         """Puts back what the broker did not take; an event only if no newer one has come."""

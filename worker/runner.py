@@ -120,7 +120,8 @@ class Runner:
     async def _claim(self) -> None:
         while not self._stopping:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), POLL_INTERVAL)
+                async with asyncio.timeout(POLL_INTERVAL):
+                    await self._wake.wait()
             self._wake.clear()
             try:
                 async with self._filling:
@@ -247,7 +248,7 @@ class Runner:
                 job,
                 state=state,
                 error=error,
-                change=None if context is None else _with_error(context.on_failure, error),
+                change=None if context is None else context.on_failure,
                 owner=self._owner,
             )
             await self._outbox.tell_end(ended)
@@ -256,6 +257,8 @@ class Runner:
         except errors.Unreachable:
             # The lease runs out, and the job is taken up again.
             log.exception("job.end_not_stored")
+        except Exception:
+            log.exception("job.end_not_storable")
 
     async def _put_back(self, job: jobs.Job) -> None:
         """The attempt was cut short by a drain, or its lease is lost, which the store knows."""
@@ -263,11 +266,3 @@ class Runner:
             back = await jobs.requeue(self._store, job, delay=0, error=None, counts=False)
             log.info("job.put_back")
             self._outbox.say_job(back)
-
-
-def _with_error(
-    change: jobs.VolumeChange | None, error: errors.VolumeWorkerError
-) -> jobs.VolumeChange | None:
-    if change is None or change.drop or not str(change.columns.get("status")).startswith("error"):
-        return change
-    return jobs.VolumeChange(change.id, {**change.columns, "error": error.to_wire()})

@@ -25,6 +25,8 @@ log = structlog.get_logger(__name__)
 
 DATABASE_CHECK_INTERVAL: Final = 2.0
 FLUSH_TIMEOUT: Final = 5.0
+PRUNE_INTERVAL: Final = 60.0
+PRUNE_BATCH: Final = 1000
 
 
 class Service:
@@ -106,13 +108,20 @@ class Service:
             max_request_bytes=configured.max_request_bytes,
         )
         supervisors = [
-            supervisor.Supervisor(store, one, outbox=told, stats_interval=configured.stats_interval)
+            supervisor.Supervisor(
+                store,
+                one,
+                outbox=told,
+                accept=running.accept,
+                stats_interval=configured.stats_interval,
+            )
             for one in self._backends.values()
         ]
         server = health.Server(lambda: self._checks(link))
         async with server.serve(configured.http_listen), remote, asyncio.TaskGroup() as group:
             tasks = [group.create_task(one.run()) for one in supervisors]
             tasks.append(group.create_task(self._watch_database(store)))
+            tasks.append(group.create_task(self._prune(store)))
             await supervisor.all_tried(supervisors)
             tasks += [group.create_task(part.run()) for part in (told, running, taken)]
             tasks.append(group.create_task(link.run(taken.receive)))
@@ -177,6 +186,15 @@ class Service:
                     self._database_up = await installation.is_writable(store)
             except (TimeoutError, errors.Unreachable):
                 self._database_up = False
+
+    async def _prune(self, store: database.Database) -> None:
+        while True:
+            pruned = 0
+            with contextlib.suppress(errors.Unreachable):
+                pruned = await jobs.prune(
+                    store, retention=self._settings.job_retention, limit=PRUNE_BATCH
+                )
+            await asyncio.sleep(0 if pruned == PRUNE_BATCH else PRUNE_INTERVAL)
 
     @contextlib.asynccontextmanager
     async def _closing_backends(self) -> AsyncIterator[None]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import structlog
 
 from messages import errors
-from worker import backend, outbox, retry
+from worker import backend, leftovers, outbox, retry
 from worker.operations import base, connections, exports
 from worker.store import connections as connection_store
 from worker.store import database, installation
@@ -34,11 +34,13 @@ class Supervisor:
         looked_after: backend.Backend,
         *,
         outbox: outbox.Outbox,
+        accept: leftovers.Accept,
         stats_interval: float,
     ) -> None:
         self._store = store
         self._backend = looked_after
         self._outbox = outbox
+        self._accept = accept
         self._stats_interval = stats_interval
         self._first_try = asyncio.Event()
 
@@ -104,6 +106,7 @@ class Supervisor:
                 if not await self._backend.target.check_health():
                     log.warning("backend.restoring", address=self._backend.address)
                     await self._restore()
+                await leftovers.sweep(self._store, self._backend.address, self._accept)
                 if away:
                     log.info("backend.target_back", address=self._backend.address)
                 away = False
@@ -120,9 +123,8 @@ class Supervisor:
             await self._publish_stats()
             await asyncio.sleep(STATS_SPACING)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._backend.changed.wait(), max(self._stats_interval - STATS_SPACING, 0)
-                )
+                async with asyncio.timeout(max(self._stats_interval - STATS_SPACING, 0)):
+                    await self._backend.changed.wait()
 
     async def _publish_stats(self) -> None:
         """Publishes the stats; a database or a storage in trouble never ends the rhythm."""

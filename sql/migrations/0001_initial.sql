@@ -75,6 +75,7 @@ CREATE TABLE connections (
     credentials jsonb,
     created_at timestamptz NOT NULL DEFAULT now()
 );
+CREATE INDEX connections_not_ended ON connections (volume_id) WHERE state <> 'ended';
 CREATE UNIQUE INDEX connections_told_apart
     ON connections (volume_id, coalesce(connector_host, ''), identity, connection_key)
     WHERE state <> 'ended';
@@ -136,6 +137,7 @@ CREATE TABLE job_locks (
     job_id uuid NOT NULL REFERENCES jobs ON DELETE CASCADE,
     seq bigint NOT NULL,
     mode "char" NOT NULL CHECK (mode IN ('x', 'c', 'r')),
+    parent_job uuid,
     held boolean NOT NULL,
     PRIMARY KEY (volume_id, job_id)
 );
@@ -197,22 +199,51 @@ CREATE FUNCTION volume_event(v volumes) RETURNS jsonb
     RETURN jsonb_build_object(
         'at', rfc3339(v.updated_at), 'seq', v.seq, 'volume', volume_record(v));
 
+-- Where a volume belongs that a job left in a passing status when it ended: by what is there.
+CREATE FUNCTION settled_status(v volumes) RETURNS text
+    LANGUAGE sql STABLE
+    RETURN CASE v.status
+        WHEN 'creating' THEN 'error'
+        WHEN 'deleting' THEN 'error_deleting'
+        WHEN 'extending' THEN 'error_extending'
+        WHEN 'attaching' THEN 'available'
+        WHEN 'detaching' THEN CASE
+            WHEN EXISTS (SELECT FROM attachments a WHERE a.volume_id = v.id) THEN 'in-use'
+            ELSE 'available' END
+        ELSE v.previous_status END;
+
+CREATE FUNCTION settled_attach_status(v volumes) RETURNS text
+    LANGUAGE sql STABLE
+    RETURN CASE settled_status(v)
+        WHEN 'in-use' THEN 'attached'
+        WHEN 'available' THEN 'detached'
+        ELSE v.attach_status END;
+
 CREATE FUNCTION conflicts(a "char", b "char") RETURNS boolean
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
     RETURN a = 'x' OR b = 'x' OR (a = 'c' AND b = 'c');
 
 -- Whether a job must wait for another one that needs one of its volumes. In the order of acceptance;
--- a parent's child passes what its parent holds and what waits behind that, but not what runs.
+-- a child, while its parent has not ended, passes what its parent holds and what waits behind that,
+-- but neither what runs nor an older child of the same parent.
 CREATE FUNCTION must_wait(p_job uuid, p_seq bigint, p_parent uuid) RETURNS boolean
     LANGUAGE sql STABLE
-    RETURN EXISTS (
-        SELECT FROM job_locks mine JOIN job_locks other USING (volume_id)
-        WHERE mine.job_id = p_job
-            AND other.job_id <> p_job
-            AND other.job_id IS DISTINCT FROM p_parent
-            AND conflicts(mine.mode, other.mode)
-            AND (other.held OR (p_parent IS NULL AND other.seq < p_seq))
-    );
+    BEGIN ATOMIC
+        WITH parent AS (
+            SELECT (SELECT id FROM jobs WHERE id = p_parent AND finished_at IS NULL) AS id
+        )
+        SELECT EXISTS (
+            SELECT FROM parent
+                CROSS JOIN job_locks mine
+                JOIN job_locks other USING (volume_id)
+            WHERE mine.job_id = p_job
+                AND other.job_id <> p_job
+                AND other.job_id IS DISTINCT FROM parent.id
+                AND conflicts(mine.mode, other.mode)
+                AND (other.held
+                    OR (other.seq < p_seq
+                        AND (parent.id IS NULL OR other.parent_job = parent.id))));
+    END;
 
 -- Takes the volumes for the rest of the transaction, so that two workers cannot both find one free.
 CREATE FUNCTION lock_volumes(p_volumes uuid[]) RETURNS void
@@ -339,8 +370,9 @@ BEGIN
         IF why IS NOT NULL THEN
             starts := true;
         ELSE
-            INSERT INTO job_locks (volume_id, job_id, seq, mode, held)
-            SELECT (c ->> 'volume_id')::uuid, job.id, job.seq, (c ->> 'mode')::"char", false
+            INSERT INTO job_locks (volume_id, job_id, seq, mode, parent_job, held)
+            SELECT (c ->> 'volume_id')::uuid, job.id, job.seq, (c ->> 'mode')::"char",
+                job.parent_job, false
             FROM jsonb_array_elements(p_checks -> (i - 1)) c;
             starts := NOT must_wait(job.id, job.seq, job.parent_job)
                 AND CASE job.slot WHEN 'data' THEN p_data > 0 ELSE p_control > 0 END;

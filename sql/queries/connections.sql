@@ -13,7 +13,8 @@ INSERT INTO connections (
 SELECT $3, $4, $5, $6, $7, $8, $9, 'making', $10, $11 FROM mine
 ON CONFLICT (volume_id, coalesce(connector_host, ''), identity, connection_key)
     WHERE state <> 'ended'
-    DO UPDATE SET connection_key = excluded.connection_key
+    DO UPDATE SET state = CASE connections.state
+        WHEN 'ending' THEN 'making' ELSE connections.state END
 RETURNING *;
 
 -- name: live_connection
@@ -54,6 +55,30 @@ WHERE volume_id = $1 AND coalesce(connector_host, '') = $2 AND identity = $3
 -- name: volume_connections
 -- A volume's connections that have not ended, the oldest first. $1 volume.
 SELECT * FROM connections WHERE volume_id = $1 AND state <> 'ended' ORDER BY created_at, id;
+
+-- name: left_connections
+-- What jobs that have ended left of connections and of exports made for them: a volume and its
+-- connection, or null for an export that no connection needs. Not while a job is at work on it.
+-- $1 address.
+SELECT volumes.id AS volume_id, connections.id AS connection_id
+FROM connections JOIN volumes ON volumes.id = connections.volume_id
+WHERE volumes.address = $1
+    AND (connections.state IN ('making', 'ending')
+        OR (connections.state = 'live' AND EXISTS (
+            SELECT FROM jobs
+            WHERE jobs.id = CASE WHEN connections.connection_key ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$'
+                    THEN connections.connection_key::uuid END
+                AND jobs.method = 'copy_volume_data' AND jobs.finished_at IS NOT NULL)))
+    AND NOT EXISTS (
+        SELECT FROM job_locks WHERE job_locks.volume_id = volumes.id AND mode IN ('c', 'x'))
+UNION ALL
+SELECT volumes.id, NULL FROM volumes
+WHERE volumes.address = $1 AND volumes.export = 'implicit'
+    AND NOT EXISTS (
+        SELECT FROM connections
+        WHERE connections.volume_id = volumes.id AND state <> 'ended' AND NOT is_local)
+    AND NOT EXISTS (
+        SELECT FROM job_locks WHERE job_locks.volume_id = volumes.id AND mode IN ('c', 'x'));
 
 -- name: exported_volumes
 -- What a backend has to serve. $1 address.

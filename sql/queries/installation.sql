@@ -40,9 +40,14 @@ ON CONFLICT (address) DO UPDATE SET
     seq = backends.seq + 1, updated_at = now()
 RETURNING seq;
 
--- name: get_backend
-SELECT * FROM backends WHERE address = $1;
-
 -- name: is_writable
 -- Answers while the database is there and takes writes.
 SELECT NOT pg_is_in_recovery() AND current_setting('transaction_read_only') = 'off' AS writable;
+
+-- name: create_database
+-- {name} is put in as an identifier: a statement of this kind takes no parameters.
+CREATE DATABASE {name};
+
+-- name: drop_database
+-- Forced: a worker that was killed a moment ago may still count as connected.
+DROP DATABASE IF EXISTS {name} WITH (FORCE);

@@ -17,7 +17,8 @@ WHERE owner = $1 AND state = 'running' AND id = ANY ($2::uuid[])
 RETURNING id;
 
 -- name: finish_job
--- Ends a job together with what becomes of its volume, and notes what has to be told.
+-- Ends a job together with what becomes of its volume, and notes what has to be told. A volume that
+-- the job holds in a passing status, and of which nothing is said, is settled.
 -- $1 job, $2 fencing token, $3 state, $4 result, $5 error, $6 connection whose secrets belong into
 -- the result, $7 owner, $8 volume change: id, drop, and the columns to set, $9 whether the result is
 -- the changed volume's record.
@@ -25,19 +26,31 @@ WITH mine AS (
     SELECT id FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR UPDATE
 ), changed AS (
     UPDATE volumes SET
-        status = coalesce($8::jsonb ->> 'status', status),
-        attach_status = coalesce($8::jsonb ->> 'attach_status', attach_status),
+        status = coalesce(
+            $8::jsonb ->> 'status',
+            CASE WHEN status_job = $1 THEN settled_status(volumes) ELSE status END),
+        attach_status = coalesce(
+            $8::jsonb ->> 'attach_status',
+            CASE WHEN status_job = $1 THEN settled_attach_status(volumes) ELSE attach_status END),
         provider_location = CASE WHEN $8::jsonb ? 'provider_location'
             THEN $8::jsonb ->> 'provider_location' ELSE provider_location END,
         size_bytes = coalesce(($8::jsonb ->> 'size_bytes')::bigint, size_bytes),
         export = coalesce($8::jsonb ->> 'export', export),
         metadata = coalesce($8::jsonb -> 'metadata', metadata),
-        error = CASE WHEN $8::jsonb ? 'error'
-            THEN nullif($8::jsonb -> 'error', 'null') ELSE error END,
-        status_job = NULL, previous_status = NULL, seq = seq + 1, updated_at = now()
+        error = CASE WHEN coalesce(
+            $8::jsonb ->> 'status',
+            CASE WHEN status_job = $1 THEN settled_status(volumes) ELSE status END)
+            LIKE 'error%' THEN coalesce($5, error) END,
+        previous_status = CASE WHEN status_job = $1 THEN NULL ELSE previous_status END,
+        status_job = nullif(status_job, $1), seq = seq + 1, updated_at = now()
     FROM mine
-    WHERE volumes.id = ($8::jsonb ->> 'id')::uuid AND NOT $8::jsonb ? 'drop'
+    WHERE CASE WHEN $8::jsonb IS NULL THEN volumes.status_job = $1
+        ELSE volumes.id = ($8::jsonb ->> 'id')::uuid AND NOT $8::jsonb ? 'drop' END
     RETURNING volumes AS volume
+), unattached AS (
+    DELETE FROM attachments USING changed
+    WHERE $3 <> 'succeeded' AND attachments.volume_id = (changed.volume).id
+        AND attachments.status = 'attaching'
 ), dropped AS (
     DELETE FROM volumes USING mine
     WHERE volumes.id = ($8::jsonb ->> 'id')::uuid AND $8::jsonb ? 'drop'
@@ -102,6 +115,16 @@ RETURNING *;
 -- name: get_job
 -- One job. $1 id.
 SELECT * FROM jobs WHERE id = $1;
+
+-- name: prune_jobs
+-- Forgets jobs that ended long ago and of which nothing is left to tell. $1 seconds, $2 how many.
+DELETE FROM jobs WHERE id IN (
+    SELECT id FROM jobs
+    WHERE finished_at < now() - make_interval(secs => $1)
+        AND NOT EXISTS (SELECT FROM outbox WHERE outbox.job_id = jobs.id)
+    ORDER BY finished_at
+    LIMIT $2)
+RETURNING id;
 
 -- name: list_jobs
 -- Jobs in the order of acceptance. $1 address or null for all, $2 state or null, $3 volume or null,

@@ -461,7 +461,7 @@ async def test_a_worker_waits_for_a_broker_that_is_away(start_worker: workers.St
     checks: dict[str, bool] = {}
     for _ in range(200):
         status, checks = await asyncio.to_thread(worker.readyz)
-        if checks.get(worker.at("fast")):
+        if checks.get(worker.at("fast")) and checks.get(worker.at("sim")):
             break
         await asyncio.sleep(0.05)
     assert status == 503

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tools import contract_schemas
+import contract_schemas
 
 Schema = Mapping[str, Any]
 

@@ -1,10 +1,10 @@
 """The checked-in schemas are those of the code, and say what the contract says."""
 
+import contract_schemas
 import pytest
 
 from messages import errors, requests
 from tests.contract import schema
-from tools import contract_schemas
 
 METHODS = {
     "create_volume",

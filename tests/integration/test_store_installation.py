@@ -1,6 +1,7 @@
 """The schema: taken once, in order, by one at a time, and never one that is not known."""
 
 import asyncio
+import json
 import uuid
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit, urlunsplit
@@ -167,7 +168,13 @@ async def test_a_backends_state_is_kept_and_its_seq_rises(empty: Url) -> None:
             store, "host-a@fast", up=False, stats=None, error=error
         )
         assert second > first
-        row = await store.row("get_backend", "host-a@fast")
+        connection = await asyncpg.connect(empty.get_secret_value())
+        row = await connection.fetchrow("SELECT state, stats::text, error::text FROM backends")
+        await connection.close()
         assert row is not None
-        assert (row["state"], row["stats"], row["error"]) == ("down", {"a": 1}, error)
+        assert (row["state"], json.loads(row["stats"]), json.loads(row["error"])) == (
+            "down",
+            {"a": 1},
+            error,
+        )
         assert await installation.is_writable(store)

@@ -74,7 +74,7 @@ ISLANDS = st.lists(
 @example(size=1, islands=[], verify=True, source_changes=False)
 @example(size=8 * MIB + 1, islands=[(0, 9 * MIB)], verify=True, source_changes=True)
 @example(size=5 * MIB + 4097, islands=[(4 * MIB - 1, 2)], verify=True, source_changes=False)
-def test_a_copy_over_old_data_equals_its_source(  # noqa: PLR0917 - hypothesis names them
+def test_a_copy_over_old_data_equals_its_source(
     copier: copies.Copier,
     kinds: tuple[str, str],
     size: int,

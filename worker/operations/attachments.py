@@ -13,7 +13,7 @@ from worker.store import jobs, volumes
 async def _attach(context: base.Context) -> base.Outcome:
     backend = context.backend
     args: requests.AttachVolume = context.args
-    before = await volumes.get(context.store, args.volume_id)
+    before = await context.volume(args.volume_id)
     attachment_id = uuid.uuid5(context.job.id, "attachment")
     for there in before.attachments:
         if _is_same(there, args) and there.id != attachment_id:
@@ -24,7 +24,6 @@ async def _attach(context: base.Context) -> base.Outcome:
         allowed=[VolumeStatus.AVAILABLE],
         attach_status=AttachStatus.ATTACHING,
     )
-    context.on_failure = base.back(volume, attach_status=AttachStatus.DETACHED)
     await volumes.begin_attachment(
         context.store,
         context.job,
@@ -35,13 +34,9 @@ async def _attach(context: base.Context) -> base.Outcome:
         mountpoint=args.mountpoint,
         mode=args.mode,
     )
-    try:
-        await backend.driver.attach_volume(
-            base.reference(volume), args.instance_uuid, args.host_name, args.mountpoint
-        )
-    except BaseException:
-        await volumes.end_attachments(context.store, context.job, volume.id, attachment_id)
-        raise
+    await backend.driver.attach_volume(
+        base.reference(volume), args.instance_uuid, args.host_name, args.mountpoint
+    )
     attachment = await volumes.set_attachment(context.store, context.job, attachment_id, "attached")
     change = jobs.VolumeChange(
         volume.id, {"status": VolumeStatus.IN_USE, "attach_status": AttachStatus.ATTACHED}
@@ -52,7 +47,7 @@ async def _attach(context: base.Context) -> base.Outcome:
 async def _detach(context: base.Context) -> base.Outcome:
     backend = context.backend
     args: requests.DetachVolume = context.args
-    before = await volumes.get(context.store, args.volume_id)
+    before = await context.volume(args.volume_id)
     ours = before.status_job == context.job.id
     known = {attachment.id for attachment in before.attachments}
     if args.attachment_id is not None and args.attachment_id not in known and not ours:
@@ -68,7 +63,6 @@ async def _detach(context: base.Context) -> base.Outcome:
         allowed=[VolumeStatus.IN_USE],
         attach_status=AttachStatus.DETACHING,
     )
-    context.on_failure = base.back(volume, attach_status=AttachStatus.ATTACHED)
     await backend.driver.detach_volume(base.reference(volume))
     await volumes.end_attachments(context.store, context.job, volume.id, args.attachment_id)
     change = jobs.VolumeChange(

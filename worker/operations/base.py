@@ -42,7 +42,8 @@ class Context:
     say_volume: Callable[[Mapping[str, Any]], None]
     progress: Callable[[resources.Progress], Awaitable[None]]
     on_failure: jobs.VolumeChange | None = None
-    """What becomes of the volume if the job ends in an error now."""
+    """What becomes of the volume if the job ends in an error now, where settling it by its
+    passing status (``creating`` to ``error``, ``maintenance`` back, …) would be wrong."""
 
     @property
     def backend(self) -> backend.Backend:
@@ -54,6 +55,20 @@ class Context:
         found = self.backends[self.job.address]
         found.require()
         return found
+
+    async def volume(self, volume_id: uuid.UUID) -> volumes.Volume:
+        """A volume of the backend that the request was sent to.
+
+        Looked up again although it was checked at acceptance: a job that waits behind the create
+        of its volume was accepted before there was anything to check.
+
+        Raises:
+            VolumeNotFound, WrongAddress: it is not here.
+        """
+        volume = await volumes.get(self.store, volume_id)
+        if volume.address != self.job.address:
+            raise wrong_address(volume_id, volume.address)
+        return volume
 
     async def take(
         self,
@@ -118,6 +133,15 @@ def back(volume: volumes.Volume, **columns: Any) -> jobs.VolumeChange:
     return jobs.VolumeChange(volume.id, {"status": volume.previous_status, **columns})
 
 
+def wrong_address(volume_id: object, address: str) -> errors.WrongAddress:
+    """The error that says where the volume lives."""
+    return errors.WrongAddress(
+        f"volume {volume_id} lives at {address}; send it there",
+        volume_id=str(volume_id),
+        address=address,
+    )
+
+
 def refusal(job: jobs.Job) -> errors.VolumeWorkerError:
     """The error that a job is refused with for what was plain when it was accepted."""
     details = dict(job.refusal or {})
@@ -126,7 +150,7 @@ def refusal(job: jobs.Job) -> errors.VolumeWorkerError:
     texts = {
         "VolumeNotFound": f"there is no volume {volume_id}",
         "VolumeExists": f"volume {volume_id} exists",
-        "WrongAddress": f"volume {volume_id} lives at {details.get('address')}; send it there",
+        "WrongAddress": wrong_address(volume_id, str(details.get("address"))).message,
         "VolumeIsBusy": f"volume {volume_id} has connections or attachments; end them first",
         "InvalidVolumeStatus": f"volume {volume_id} is {details.get('status')}",
         "InvalidRequest": "parent-job names no running job that works on this volume",

@@ -128,7 +128,7 @@ def _local_info(
 
 async def _initialize(context: base.Context) -> base.Outcome:
     args: requests.InitializeConnection = context.args
-    volume = await volumes.get(context.store, args.volume_id)
+    volume = await context.volume(args.volume_id)
     async with context.backend.serving.together():
         connection = await connect(context, context.backend, volume, args.connector)
     result = {
@@ -144,7 +144,7 @@ async def _initialize(context: base.Context) -> base.Outcome:
 async def _terminate(context: base.Context) -> base.Outcome:
     args: requests.TerminateConnection = context.args
     backend = context.backend
-    volume = await volumes.get(context.store, args.volume_id)
+    volume = await context.volume(args.volume_id)
     ids = await _which(context, volume, args)
     if ids is None or ids:
         async with backend.serving.together():

@@ -26,7 +26,6 @@ async def _copy(context: base.Context) -> base.Outcome:
     taken = await context.take(
         destination.id, VolumeStatus.MAINTENANCE, allowed=[VolumeStatus.AVAILABLE]
     )
-    context.on_failure = base.back(taken)
     async with (
         attaching.attached(
             context, destination, remote=remote in ("dest", "both"), read_only=False

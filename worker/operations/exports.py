@@ -41,7 +41,7 @@ async def remove(context: base.Context, backend: backends.Backend, volume: volum
 
 async def _create(context: base.Context) -> base.Outcome:
     args: requests.VolumeOnly = context.args
-    volume = await volumes.get(context.store, args.volume_id)
+    volume = await context.volume(args.volume_id)
     async with context.backend.serving.together():
         await make(context, context.backend, volume, "explicit")
     return base.Outcome(change=jobs.VolumeChange(volume.id))
@@ -49,7 +49,7 @@ async def _create(context: base.Context) -> base.Outcome:
 
 async def _ensure(context: base.Context) -> base.Outcome:
     args: requests.VolumeOnly = context.args
-    volume = await volumes.get(context.store, args.volume_id)
+    volume = await context.volume(args.volume_id)
     # What a connection asked for stays tied to it; what nobody asked for is asked for now.
     export = "explicit" if volume.export == "none" else volume.export
     async with context.backend.serving.together():
@@ -59,7 +59,7 @@ async def _ensure(context: base.Context) -> base.Outcome:
 
 async def _remove(context: base.Context) -> base.Outcome:
     args: requests.VolumeOnly = context.args
-    volume = await volumes.get(context.store, args.volume_id)
+    volume = await context.volume(args.volume_id)
     if await connections.of_volume(context.store, volume.id):
         raise errors.VolumeIsBusy(
             f"volume {volume.id} has connections; end them first", volume_id=str(volume.id)

@@ -41,7 +41,6 @@ async def _create(context: base.Context) -> base.Outcome:
         metadata=args.volume.metadata,
     )
     context.say_volume(volume.event())
-    context.on_failure = jobs.VolumeChange(volume.id, {"status": VolumeStatus.ERROR})
     try:
         update = await backend.driver.create_volume(base.reference(volume))
     except _NOTHING_MADE:
@@ -57,7 +56,6 @@ async def _delete(context: base.Context) -> base.Outcome:
     args: requests.DeleteVolume = context.args
     await _require_idle(context, args.volume_id)
     volume = await context.take(args.volume_id, VolumeStatus.DELETING, allowed=_DELETABLE)
-    context.on_failure = jobs.VolumeChange(volume.id, {"status": VolumeStatus.ERROR_DELETING})
     reference = base.reference(volume)
     if volume.export != "none":
         async with backend.serving.together():
@@ -70,7 +68,7 @@ async def _delete(context: base.Context) -> base.Outcome:
 async def _extend(context: base.Context) -> base.Outcome:
     backend = context.backend
     args: requests.ExtendVolume = context.args
-    before = await volumes.get(context.store, args.volume_id)
+    before = await context.volume(args.volume_id)
     # An earlier attempt may have left the volume in its passing status.
     ours = before.status_job == context.job.id
     if before.status not in base.USABLE and not ours:
@@ -89,7 +87,6 @@ async def _extend(context: base.Context) -> base.Outcome:
             "end its connections and attachments first"
         )
     volume = await context.take(before.id, VolumeStatus.EXTENDING, allowed=base.USABLE)
-    context.on_failure = base.back(volume, status=VolumeStatus.ERROR_EXTENDING)
     try:
         await backend.driver.extend_volume(base.reference(volume), args.new_size_bytes)
     except _NOTHING_MADE:
@@ -103,7 +100,7 @@ async def _extend(context: base.Context) -> base.Outcome:
 
 
 async def _require_idle(context: base.Context, volume_id: uuid.UUID) -> None:
-    volume = await volumes.get(context.store, volume_id)
+    volume = await context.volume(volume_id)
     live = await connections.of_volume(context.store, volume_id)
     if live or volume.attachments:
         raise errors.VolumeIsBusy(

@@ -141,6 +141,20 @@ async def of_volume(store: database.Database, volume_id: uuid.UUID) -> list[Conn
     return [_from_row(row) for row in await store.fetch("volume_connections", volume_id)]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leftover:
+    """A connection that no job will end any more; without an id, an export that nobody needs."""
+
+    volume_id: uuid.UUID
+    connection_id: uuid.UUID | None
+
+
+async def leftovers(store: database.Database, address: str) -> list[Leftover]:
+    """What jobs that have ended left of connections at an address."""
+    rows = await store.fetch("left_connections", address)
+    return [Leftover(row["volume_id"], row["connection_id"]) for row in rows]
+
+
 async def served(
     store: database.Database, address: str
 ) -> list[tuple[volumes.Volume, list[Connection]]]:

@@ -1,6 +1,7 @@
 """The installation: its schema, its namespace, its backends."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import asyncpg
@@ -30,26 +31,61 @@ async def migrate(url: pydantic.SecretStr, namespace: str) -> list[str]:
         SchemaMismatch: a step that was taken has changed since, or is unknown to this version.
         WrongNamespace: the database was set up for another one.
     """
+    async with _connection(url) as connection, connection.transaction():
+        await connection.execute(sql.queries()["lock_migrations"])
+        await connection.execute(sql.queries()["create_migration_table"])
+        applied = await connection.fetch(sql.queries()["applied_migrations"])
+        steps = _missing(applied)
+        for step in steps:
+            await connection.execute(step.text)
+            await connection.execute(
+                sql.queries()["record_migration"], step.version, step.name, step.checksum
+            )
+        named = await connection.fetchval(sql.queries()["record_namespace"], namespace)
+        _same_namespace(named, namespace)
+    return [f"{step.version:04}_{step.name}" for step in steps]
+
+
+async def create_database(url: pydantic.SecretStr, name: str) -> None:
+    """Makes a database on the server of ``url``.
+
+    Raises:
+        Unreachable: the server is away.
+    """
+    async with _connection(url) as connection:
+        await connection.execute(sql.queries()["create_database"].format(name=_quoted(name)))
+
+
+async def drop_database(url: pydantic.SecretStr, name: str) -> None:
+    """Removes a database from the server of ``url``; one that is not there is no error.
+
+    Raises:
+        Unreachable: the server is away.
+    """
+    async with _connection(url) as connection:
+        await connection.execute(sql.queries()["drop_database"].format(name=_quoted(name)))
+
+
+@contextlib.asynccontextmanager
+async def _connection(url: pydantic.SecretStr) -> AsyncIterator[Any]:
     try:
         connection: Any = await asyncpg.connect(url.get_secret_value(), timeout=10)
-    except (OSError, TimeoutError, asyncpg.PostgresError, ValueError) as error:
+    except (
+        OSError,
+        TimeoutError,
+        asyncpg.PostgresError,
+        asyncpg.InterfaceError,
+        ValueError,
+    ) as error:
         raise errors.Unreachable(f"the database cannot be reached: {error}") from error
     try:
-        async with connection.transaction():
-            await connection.execute(sql.queries()["lock_migrations"])
-            await connection.execute(sql.queries()["create_migration_table"])
-            applied = await connection.fetch(sql.queries()["applied_migrations"])
-            steps = _missing(applied)
-            for step in steps:
-                await connection.execute(step.text)
-                await connection.execute(
-                    sql.queries()["record_migration"], step.version, step.name, step.checksum
-                )
-            named = await connection.fetchval(sql.queries()["record_namespace"], namespace)
-            _same_namespace(named, namespace)
+        yield connection
     finally:
         await connection.close(timeout=5)
-    return [f"{step.version:04}_{step.name}" for step in steps]
+
+
+def _quoted(identifier: str) -> str:
+    return '"' + identifier.replace('"', '""') + '"'
 
 
 async def check(store: database.Database, namespace: str) -> None:

@@ -332,6 +332,11 @@ async def get(store: database.Database, job_id: uuid.UUID) -> Job:
     return from_row(row)
 
 
+async def prune(store: database.Database, *, retention: float, limit: int) -> int:
+    """Forgets jobs that ended ``retention`` seconds ago; returns how many."""
+    return len(await store.fetch("prune_jobs", retention, limit))
+
+
 async def list_(
     store: database.Database,
     *,

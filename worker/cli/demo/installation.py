@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import asyncpg
 import pydantic
@@ -38,10 +38,11 @@ async def database(configured: settings.Settings, called: str) -> AsyncIterator[
     """
     url = configured.database_url
     own = _beside(url, called)
-    # Forced: a worker that was killed a moment ago may still count as connected.
-    drop = f'DROP DATABASE IF EXISTS "{called}" WITH (FORCE)'
-    async with _undone(lambda: _execute(url, drop)):
-        await _execute(url, f'CREATE DATABASE "{called}"')
+    async with _undone(lambda: installation.drop_database(url, called)):
+        try:
+            await installation.create_database(url, called)
+        except errors.Unreachable as error:
+            raise errors.Unreachable(f"{error.message}{_ADVICE}") from None
         await installation.migrate(own, called)
         yield own
 
@@ -49,34 +50,6 @@ async def database(configured: settings.Settings, called: str) -> AsyncIterator[
 def _beside(url: pydantic.SecretStr, database: str) -> pydantic.SecretStr:
     parts = urllib.parse.urlsplit(url.get_secret_value())
     return pydantic.SecretStr(parts._replace(path=f"/{database}").geturl())
-
-
-async def _execute(url: pydantic.SecretStr, statement: str) -> None:
-    connection = await _connect(url)
-    try:
-        await connection.execute(statement)
-    finally:
-        await connection.close(timeout=5)
-
-
-async def _connect(url: pydantic.SecretStr) -> Any:
-    try:
-        try:
-            return await asyncpg.connect(url.get_secret_value(), timeout=10)
-        except asyncpg.InvalidCatalogNameError:
-            # The configured database was never made; this one is always there.
-            return await asyncpg.connect(_beside(url, "postgres").get_secret_value(), timeout=10)
-    except (
-        OSError,
-        TimeoutError,
-        asyncpg.PostgresError,
-        asyncpg.InterfaceError,
-        ValueError,
-    ) as error:
-        reason = str(error) or type(error).__name__
-        raise errors.Unreachable(
-            f"the database at {reach.place(url)} cannot be reached: {reason}{_ADVICE}"
-        ) from error
 
 
 @contextlib.asynccontextmanager
