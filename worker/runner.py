@@ -176,8 +176,13 @@ class Runner:
         context: base.Context | None = None
         try:
             context = self._context(job)
-            self._may_start(job)
-            outcome = await operations.OPERATIONS[job.method].run(context)
+            operation = operations.OPERATIONS[job.method]
+            try:
+                self._may_start(job)
+            except errors.VolumeWorkerError:
+                await self._undo(operation, context)
+                raise
+            outcome = await operation.run(context)
             await self._succeed(job, outcome)
         except database.LeaseLost as error:
             log.warning("job.lease_lost", statement=str(error))
@@ -214,6 +219,15 @@ class Runner:
             raise errors.WorkerLost(f"the worker was lost in each of {self._max_attempts} attempts")
         if job.overdue and not requests.METHODS[job.method].despite_deadline:
             raise errors.DeadlineExceeded("the deadline had passed before this attempt began")
+
+    async def _undo(self, operation: base.Operation, context: base.Context) -> None:
+        """Gives back what earlier attempts have acquired; what fails is left to be swept up."""
+        if operation.undo is None or context.job.attempt == 1:
+            return
+        try:
+            await operation.undo(context)
+        except errors.VolumeWorkerError as error:
+            log.warning("job.undo_failed", code=error.code, error=error.message)
 
     async def _succeed(self, job: jobs.Job, outcome: base.Outcome) -> None:
         ended = await asyncio.shield(

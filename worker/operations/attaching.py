@@ -45,6 +45,14 @@ async def attached(
         yield device
 
 
+async def withdraw(
+    context: base.Context, volume: volumes.Volume, *, remote: bool, read_only: bool
+) -> None:
+    """Withdraws the access that an earlier attempt of the job may have been given."""
+    connector = await _connector(context, volume, remote=remote, read_only=read_only)
+    await _withdraw(context, volume, connector, remote=remote, force=True)
+
+
 async def _connector(
     context: base.Context, volume: volumes.Volume, *, remote: bool, read_only: bool
 ) -> requests.Connector:

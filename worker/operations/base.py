@@ -101,6 +101,8 @@ class Operation:
     slot: jobs.Slot = jobs.Slot.CONTROL
     takes_parent: bool = False
     """Whether it may run for another job, passing that job's locks."""
+    undo: Callable[[Context], Awaitable[None]] | None = None
+    """Gives back what an earlier attempt has acquired, where there will be no other attempt."""
 
 
 def parse(job: jobs.Job) -> pydantic.BaseModel:

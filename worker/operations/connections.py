@@ -141,6 +141,16 @@ async def _initialize(context: base.Context) -> base.Outcome:
     )
 
 
+async def _undo(context: base.Context) -> None:
+    args: requests.InitializeConnection = context.args
+    volume = await context.volume(args.volume_id)
+    found = await connections.find_for(context.store, volume.id, args.connector)
+    # One that was live before is not this job's to end.
+    if found is not None and found.state == "making":
+        async with context.backend.serving.together():
+            await disconnect(context, context.backend, volume, [found.id], force=True)
+
+
 async def _terminate(context: base.Context) -> base.Outcome:
     args: requests.TerminateConnection = context.args
     backend = context.backend
@@ -175,6 +185,7 @@ OPERATIONS: Final[Mapping[str, base.Operation]] = {
         _initialize,
         lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL, statuses=base.USABLE)],
         takes_parent=True,
+        undo=_undo,
     ),
     "terminate_connection": base.Operation(
         _terminate,

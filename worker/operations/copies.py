@@ -55,6 +55,22 @@ async def _copy(context: base.Context) -> base.Outcome:
     return base.Outcome(result=result, change=base.back(taken))
 
 
+async def _undo(context: base.Context) -> None:
+    args: requests.CopyVolumeData = context.args
+    for volume_id, read_only in (
+        (args.source_volume_id, True),
+        (args.destination_volume_id, False),
+    ):
+        volume = await volumes.find(context.store, volume_id)
+        if volume is not None:
+            await attaching.withdraw(
+                context,
+                volume,
+                remote=topology.host_of(volume.address) != context.host,
+                read_only=read_only,
+            )
+
+
 def _where(
     host: str,
     source: volumes.Volume,
@@ -136,5 +152,5 @@ def _needs(_job_id: object, args: requests.CopyVolumeData) -> list[jobs.Need]:
 
 
 OPERATIONS: Final[Mapping[str, base.Operation]] = {
-    "copy_volume_data": base.Operation(_copy, _needs, slot=jobs.Slot.DATA),
+    "copy_volume_data": base.Operation(_copy, _needs, slot=jobs.Slot.DATA, undo=_undo),
 }
