@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 
 from worker import service, settings
 from worker.cli import options, output
@@ -16,7 +17,9 @@ def run(
     verbose: options.Verbose = False,
 ) -> None:
     """Runs the service in the foreground; SIGTERM drains, a second one hurries."""
-    logs.configure(log_format, level=logging.DEBUG if verbose else logging.INFO)
+    level = logging.DEBUG if verbose else logging.INFO
+    # The log is what this command prints; stderr has what keeps it from running.
+    logs.configure(log_format, level=level, stream=sys.stdout)
     configured = settings.load(config)
     backends = settings.backends(configured)
     if not backends:
