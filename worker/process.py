@@ -265,7 +265,9 @@ class Executor:
         try:
             return _Process(*await asyncio.shield(spawning))
         except OSError as error:
-            raise _cannot_start(program, error.strerror) from error
+            # Behind a root helper that is missing, the program is not to blame.
+            first = pathlib.Path(command[0]).name
+            raise _cannot_start(first, error.strerror) from error
         except asyncio.CancelledError:
             # asyncio would kill the child alone, and wait for whoever holds its pipes.
             await asyncio.wait({spawning})

@@ -1,6 +1,7 @@
 """Workers that tests share; each test has a caller and volumes of its own, and leaves nothing."""
 
 import dataclasses
+import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
 
@@ -33,7 +34,7 @@ class Hosts:
 @pytest.fixture(scope="session")
 def machine_tgtd(request: pytest.FixtureRequest) -> tgtd.Tgtd | None:
     """The private tgtd, or None where there is none; tests that need it ask for ``tgtd`` too."""
-    if not all(map(shutil.which, ("tgtd", "tgtadm", "setpriv"))):
+    if os.geteuid() != 0 or not all(map(shutil.which, ("tgtd", "tgtadm", "setpriv"))):
         return None
     daemon: tgtd.Tgtd = request.getfixturevalue("tgtd")
     return daemon
