@@ -16,7 +16,7 @@ import json
 import logging
 import types
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final, Self
 
 import aio_pika
@@ -40,6 +40,8 @@ class _Call:
     def __init__(self, on_status: OnStatus | None) -> None:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.on_status = on_status
+        self.sent = False
+        """Whether the broker has taken the request."""
         self._statuses: asyncio.Queue[Any] = asyncio.Queue()
 
     def take_status(self, body: Any) -> None:
@@ -152,10 +154,10 @@ class Client:
             ReplyTimeout: no result came in time; ``details["job_id"]`` tells what to ask for.
             Unreachable: the broker stayed away.
             VolumeWorkerError: the worker's answer, by its class.
+            Exception: what has ended the connection for good, such as a URL that is none.
         """
         identity = message_id or uuid.uuid4()
         correlation = str(uuid.uuid4())
-        call = self._calls[correlation] = _Call(on_status)
         message = self._message(
             method,
             args,
@@ -166,29 +168,30 @@ class Client:
             parent_job=parent_job,
             status_updates=on_status is not None,
         )
-        sent = False
-        telling = asyncio.create_task(call.tell_statuses())
+        call = self._calls[correlation] = _Call(on_status)
         try:
             async with asyncio.timeout(timeout):
-                while not call.result.done():
-                    await self._replies.ready()
-                    if await self._send(message, address):
-                        sent = True
-                        await self._result_or_loss(call)
-                await telling
+                await self._while_linked(self._carry_out(call, message, address))
         except TimeoutError:
-            if not sent:
-                raise errors.Unreachable(
-                    f"the broker took no request within {timeout:g} s; is broker_url right?"
-                ) from None
-            raise errors.ReplyTimeout(
-                f"no result within {timeout:g} s; ask for it with get_job {identity}",
-                job_id=str(identity),
-            ) from None
+            # What came in time is told, even where the callback was not done with its status.
+            if not call.result.done():
+                raise _too_late(call, identity, timeout) from None
         finally:
             del self._calls[correlation]
-            telling.cancel()
         return _unpack(call.result.result())
+
+    async def _carry_out(self, call: _Call, message: aio_pika.Message, address: str) -> None:
+        """Sends a call until its result is there, and every status message told."""
+        telling = asyncio.create_task(call.tell_statuses())
+        try:
+            while not call.result.done():
+                await self._replies.ready()
+                if await self._send(message, address):
+                    call.sent = True
+                    await self._result_or_loss(call)
+            await telling
+        finally:
+            telling.cancel()
 
     async def cast(
         self,
@@ -209,13 +212,29 @@ class Client:
         message = self._message(method, args, identity)
         try:
             async with asyncio.timeout(timeout):
-                while not await self._send(message, address):
-                    pass
+                await self._while_linked(self._send_at_last(message, address))
         except TimeoutError:
-            raise errors.Unreachable(
-                f"the broker took no request within {timeout:g} s; is broker_url right?"
-            ) from None
+            raise _not_taken(timeout) from None
         return identity
+
+    async def _while_linked(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does ``work``; an error that has ended a link is raised at once.
+
+        Without its link the work would wait for its whole timeout, and tell of that alone.
+        """
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait([task, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                for ended in self._tasks:
+                    if ended.cancelled():
+                        raise errors.Unreachable("the client is closed")
+                    if ended.done():
+                        ended.result()
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def _message(
         self,
@@ -248,6 +267,10 @@ class Client:
             reply_to=reply_to,
             correlation_id=correlation_id,
         )
+
+    async def _send_at_last(self, message: aio_pika.Message, address: str) -> None:
+        while not await self._send(message, address):
+            pass
 
     async def _send(self, message: aio_pika.Message, address: str) -> bool:
         """Publishes a request; False where it has to be tried again."""
@@ -298,6 +321,21 @@ class Client:
             call.take_status(body)
         else:
             call.take_result(body)
+
+
+def _not_taken(timeout: float) -> errors.Unreachable:
+    return errors.Unreachable(
+        f"the broker took no request within {timeout:g} s; is broker_url right?"
+    )
+
+
+def _too_late(call: _Call, identity: uuid.UUID, timeout: float) -> errors.VolumeWorkerError:
+    if not call.sent:
+        return _not_taken(timeout)
+    return errors.ReplyTimeout(
+        f"no result within {timeout:g} s; ask for it with get_job {identity}",
+        job_id=str(identity),
+    )
 
 
 def _unpack(body: Any) -> Mapping[str, Any]:

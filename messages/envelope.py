@@ -16,7 +16,7 @@ from typing import Any, Final
 import pydantic
 import pydantic_core
 
-from messages import decoding, errors, requests
+from messages import decoding, errors, letters, requests
 
 CONTENT_TYPE: Final = "application/json"
 
@@ -62,6 +62,8 @@ def read_properties(
     """
     if undecodable := headers.get(decoding.UNDECODABLE):
         raise Malformed(f"a property cannot be decoded: {undecodable}", member=str(undecodable))
+    if letters.is_too_deep(headers):
+        raise Malformed("the headers are nested too deep", member="headers")
     if not message_id:
         identity = uuid.uuid4()
     else:

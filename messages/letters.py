@@ -41,10 +41,33 @@ _PLAIN: Final = (
 )
 
 
+MAX_DEPTH: Final = 32
+"""How deep a header table may be nested; each level costs every reader a call."""
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether a header table is nested deeper than :data:`MAX_DEPTH`; found without recursion."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            member
+            for one in level
+            if isinstance(one, Mapping | list | tuple)
+            for member in (one.values() if isinstance(one, Mapping) else one)
+        ]
+        if not level:
+            return False
+    return True
+
+
 def keep_properties(message: aio_pika.abc.AbstractIncomingMessage) -> dict[str, Any]:
-    """A message's AMQP properties as JSON data, to be given back by :func:`restore`."""
+    """A message's AMQP properties as JSON data, to be given back by :func:`restore`.
+
+    Headers that are nested too deep are left out: no reader could do anything with them.
+    """
     kept = {name: _encode(getattr(message, name)) for name in _PLAIN}
-    kept["headers"] = _encode(message.headers or {})
+    headers = message.headers or {}
+    kept["headers"] = _encode({} if is_too_deep(headers) else headers)
     return {name: value for name, value in kept.items() if value is not None}
 
 

@@ -206,10 +206,12 @@ class Method:
     despite_deadline: bool = False
     """Carried out even where the caller has stopped waiting: it gives something back."""
 
-    @property
-    def only_reads(self) -> bool:
-        """Whether it changes nothing, so that nothing is lost with a request for it."""
-        return self.kind is Kind.READ or self.name.startswith(("get_", "list_"))
+    only_reads: bool = False
+    """It changes nothing, so that nothing is lost with a request for it."""
+
+
+def _read(name: str, args: type[pydantic.BaseModel]) -> Method:
+    return Method(name, args, Kind.READ, only_reads=True)
 
 
 _UNSUPPORTED = [
@@ -226,12 +228,15 @@ _UNSUPPORTED = [
     "delete_backup",
     "migrate_volume",
     "accept_transfer",
+    "cancel_job",
+    "throttle_job",
+]
+
+_UNSUPPORTED_READS = [
     "get_snapshot",
     "get_backup",
     "list_snapshots",
     "list_backups",
-    "cancel_job",
-    "throttle_job",
 ]
 
 METHODS: Final[dict[str, Method]] = {
@@ -243,18 +248,19 @@ METHODS: Final[dict[str, Method]] = {
         Method("create_export", VolumeOnly),
         Method("ensure_export", VolumeOnly),
         Method("remove_export", VolumeOnly, despite_deadline=True),
-        Method("validate_connector", ValidateConnector, Kind.READ),
+        _read("validate_connector", ValidateConnector),
         Method("initialize_connection", InitializeConnection),
         Method("terminate_connection", TerminateConnection, despite_deadline=True),
         Method("attach_volume", AttachVolume),
         Method("detach_volume", DetachVolume, despite_deadline=True),
         Method("copy_volume_data", CopyVolumeData),
-        Method("get_volume_stats", GetVolumeStats),
-        Method("get_volume", VolumeOnly, Kind.READ),
-        Method("get_job", GetJob, Kind.READ),
-        Method("list_volumes", ListVolumes, Kind.READ),
-        Method("list_jobs", ListJobs, Kind.READ),
+        Method("get_volume_stats", GetVolumeStats, only_reads=True),
+        _read("get_volume", VolumeOnly),
+        _read("get_job", GetJob),
+        _read("list_volumes", ListVolumes),
+        _read("list_jobs", ListJobs),
         *(Method(name, AnyArgs, Kind.UNSUPPORTED) for name in _UNSUPPORTED),
+        *(Method(name, AnyArgs, Kind.UNSUPPORTED, only_reads=True) for name in _UNSUPPORTED_READS),
     )
 }
 """Every method of the contract by its name."""

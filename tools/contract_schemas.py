@@ -133,9 +133,14 @@ def _results() -> dict[str, Schema]:
         "get_volume_stats": {"type": "object"},
         "get_volume": volume,
         "get_job": _ref("Job"),
-        "list_volumes": _object({"volumes": _list_of("Volume")}),
-        "list_jobs": _object({"jobs": _list_of("Job")}),
+        "list_volumes": _page("volumes", "Volume"),
+        "list_jobs": _page("jobs", "Job"),
     }
+
+
+def _page(name: str, record: str) -> Schema:
+    """A list that may have been cut for its size: the next page begins after its last record."""
+    return _object({name: _list_of(record), "truncated": {"const": True}}, "truncated")
 
 
 def _error() -> Schema:

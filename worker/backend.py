@@ -51,11 +51,29 @@ class Backend:
         self.error: errors.VolumeWorkerError | None = errors.DriverNotInitialized(
             f"backend {self.address} is being set up"
         )
+        self.target_error: errors.VolumeWorkerError | None = None
+        """Why the target cannot serve now; work is let in all the same, and says so by itself."""
 
     @property
     def ready(self) -> bool:
         """Whether the last set-up succeeded."""
         return self.error is None
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether another process of this host serves it, so that this one takes no work for it."""
+        return isinstance(self.error, targets.ServedElsewhere)
+
+    @property
+    def up(self) -> bool:
+        """Whether it is set up and, as far as is known, its target serves."""
+        return self.error is None and self.target_error is None
+
+    def note_target(self, error: errors.VolumeWorkerError | None) -> None:
+        """Notes what keeps the target from serving, None for nothing; a change is told."""
+        before, self.target_error = self.target_error, error
+        if (before is None) != (error is None):
+            self.changed.set()
 
     def require(self) -> None:
         """Raises ``DriverNotInitialized`` while the backend is not set up."""
@@ -69,18 +87,11 @@ class Backend:
     async def set_up(self) -> None:
         """Tries to set the driver and the target up, once.
 
-        Raises: what keeps the backend from working; it is kept for :meth:`require`.
+        Raises: what keeps the backend from working; its supervisor keeps it as :attr:`error`.
         """
-        try:
-            await self.driver.do_setup()
-            await self.driver.check_for_setup_error()
-            await self.target.do_setup()
-        except errors.VolumeWorkerError as error:
-            self.error = error
-            raise
-        except Exception as error:
-            self.error = errors.Internal(f"{type(error).__name__}: {error}")
-            raise
+        await self.driver.do_setup()
+        await self.driver.check_for_setup_error()
+        await self.target.do_setup()
 
     def mark_ready(self) -> None:
         """Opens the backend for work: it is set up, and what was exported is served again."""
@@ -98,7 +109,7 @@ class Backend:
             "reserved_percentage": self.options.reserved_percentage,
             "max_over_subscription_ratio": self.options.max_over_subscription_ratio,
             "QoS_support": False,
-            "backend_state": "up" if self.ready else "down",
+            "backend_state": "up" if self.up else "down",
             **found,
             **_in_gib(found),
             "online_extend_support": bool(

@@ -29,7 +29,11 @@ class TopologyMismatch(errors.VolumeWorkerError):
 
 
 class Broker:
-    """The worker's side of the broker."""
+    """The worker's side of the broker.
+
+    Args:
+        serves: whether this process takes requests for an address now; see :meth:`look_again`.
+    """
 
     def __init__(
         self,
@@ -38,9 +42,11 @@ class Broker:
         addresses: Sequence[str],
         *,
         name: str,
+        serves: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self.names = names
         self._addresses = addresses
+        self._serves = serves
         self._deliver: Deliver | None = None
         self._consumers = link.Link(url, f"volume-worker {name} (requests)", self._consume)
         self._publisher = link.Publisher(url, f"volume-worker {name} (replies)")
@@ -79,6 +85,12 @@ class Broker:
             message, exchange=exchange, routing_key=routing_key, mandatory=mandatory
         )
 
+    async def look_again(self) -> None:
+        """Takes requests for other addresses than before: what ``serves`` says has changed."""
+        if self._channel is not None and not self._channel.is_closed:
+            # Its end starts everything over, as if the broker had been away for a moment.
+            await self._channel.close()
+
     async def stop_consuming(self) -> None:
         """Lets no more requests in; those delivered can still be acknowledged."""
         self._stopped = True
@@ -96,7 +108,7 @@ class Broker:
         channel = await connection.channel()
         await channel.set_qos(prefetch_count=PREFETCH)
         self._consuming = []
-        for address in self._addresses:
+        for address in filter(self._serves, self._addresses):
             queue = await channel.get_queue(self.names.queue(address), ensure=False)
             tag = await queue.consume(self._hand_over(address))
             self._consuming.append((queue, tag))

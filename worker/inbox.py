@@ -24,6 +24,8 @@ from worker.store import outbox as outbox_store
 log = structlog.get_logger(__name__)
 
 BATCH: Final = 128
+TROUBLE_PAUSE: Final = 1.0
+"""Seconds until a delivery is dealt with again that could not be stored or answered."""
 MAX_READS: Final = 64
 """Reads that are answered at a time."""
 
@@ -98,13 +100,30 @@ class Inbox:
                 new = self._new_job(request)
             except errors.VolumeWorkerError as error:
                 group.create_task(self._refuse(delivery, error))
-                continue
-            if new is None:
-                group.create_task(self._answer_read(request))
+            except Exception:
+                # Whatever it holds, it must not keep the others from being read.
+                log.exception("inbox.unreadable", address=delivery.address)
+                unreadable = envelope.Malformed("the message cannot be read")
+                group.create_task(self._refuse(delivery, unreadable))
             else:
-                to_store.append((delivery, new))
+                if new is None:
+                    group.create_task(self._answer_read(request))
+                else:
+                    to_store.append((delivery, new))
         if to_store:
-            await self._store_all(to_store)
+            await self._store_all(to_store, group)
+
+    def _put_back(self, delivery: Delivery) -> None:
+        """Deals with a delivery again in a while: broker or database are in trouble.
+
+        One whose channel has closed comes again by itself.
+        """
+
+        def again() -> None:
+            if not delivery.message.channel.is_closed:
+                self.receive(delivery.address, delivery.message)
+
+        asyncio.get_running_loop().call_later(TROUBLE_PAUSE, again)
 
     # Reading
 
@@ -152,35 +171,49 @@ class Inbox:
 
     # Storing
 
-    async def _store_all(self, batch: Sequence[tuple[Delivery, jobs.NewJob]]) -> None:
+    async def _store_all(
+        self, batch: Sequence[tuple[Delivery, jobs.NewJob]], group: asyncio.TaskGroup
+    ) -> None:
         try:
             accepted = await self._runner.accept([new for _, new in batch])
-        except asyncpg.PostgresError as error:
-            if len(batch) > 1:
-                # One of them is the cause: alone, it is refused alone.
-                for one in batch:
-                    await self._store_all([one])
-                return
-            log.exception("inbox.not_storable", job_id=str(batch[0][1].id))
-            delivery = batch[0][0]
-            await self._refuse(delivery, envelope.Malformed(f"it cannot be stored: {error}"))
-            return
         except errors.Unreachable:
-            # Not acknowledged, so not lost; the broker's queue is where they wait.
+            # Not acknowledged, so not lost.
             log.warning("inbox.database_away", requests=len(batch))
-            self._waiting.extendleft(delivery for delivery, _ in reversed(batch))
-            self._wake.set()
-            await asyncio.sleep(1)
+            for delivery, _ in batch:
+                self._put_back(delivery)
+            return
+        except Exception as error:
+            await self._store_apart(batch, group, error)
             return
         for (delivery, _), stored in zip(batch, accepted, strict=True):
             if stored.verdict is jobs.Verdict.REUSED:
-                await self._refuse(delivery, _reused())
+                group.create_task(self._refuse(delivery, _reused()))
                 continue
             await self._acknowledge(delivery)
             if stored.outbox_id is not None:
-                await self._outbox.tell(
-                    outbox_store.Entry(stored.outbox_id, job=stored.job, reply_only=True)
-                )
+                entry = outbox_store.Entry(stored.outbox_id, job=stored.job, reply_only=True)
+                group.create_task(self._outbox.tell(entry))
+
+    async def _store_apart(
+        self,
+        batch: Sequence[tuple[Delivery, jobs.NewJob]],
+        group: asyncio.TaskGroup,
+        error: Exception,
+    ) -> None:
+        """One of a batch cannot be stored: alone, it is refused alone."""
+        if len(batch) > 1:
+            for one in batch:
+                await self._store_all([one], group)
+            return
+        [(delivery, new)] = batch
+        log.error("inbox.not_storable", job_id=str(new.id), exc_info=error)
+        is_its_fault = isinstance(error, asyncpg.DataError | asyncpg.ProgramLimitExceededError)
+        refusal: errors.VolumeWorkerError = (
+            envelope.Malformed("the request holds what cannot be stored")
+            if is_its_fault
+            else errors.Internal("the request could not be stored; see the worker's log")
+        )
+        group.create_task(self._refuse(delivery, refusal))
 
     # Answering
 
@@ -197,48 +230,59 @@ class Inbox:
             except Exception:
                 log.exception("read.failed", method=method.name)
                 body = replies.failure(properties.message_id, method.name, errors.Internal())
-            await self._reply(
+            if await self._reply(
                 request.delivery, body, properties.message_id, properties.correlation_id
-            )
-            await self._acknowledge(request.delivery)
+            ):
+                await self._acknowledge(request.delivery)
+            else:
+                self._put_back(request.delivery)
 
     async def _refuse(self, delivery: Delivery, error: errors.VolumeWorkerError) -> None:
         """Answers what never became a job, and keeps it where nobody else would hear of it."""
         message = delivery.message
         log.info("request.refused", address=delivery.address, code=error.code, why=error.message)
-        answerable = delivery.reply_to is not None and not self._broker.names.is_reserved(
-            delivery.reply_to
-        )
-        method = requests.METHODS.get(_method_name(message.body) or "")
-        unheard = not answerable and not (method is not None and method.only_reads)
-        if unheard or _is_unreadable(error):
-            reasons = letters.reason_headers(error=error, origin=delivery.address)
-            kept = {**letters.keep_properties(message), "reasons": reasons}
-            letter = outbox_store.Letter(delivery.address, message.body, kept)
-            try:
-                entries = await outbox_store.add_letters(self._store, self._owner, [letter])
-            except errors.Unreachable:
-                return  # not acknowledged: it comes again
-            for entry in entries:
-                await self._outbox.tell(entry)
-        if answerable:
-            await self._answer_error(delivery, error, _identity(message.message_id))
+        try:
+            if not await self._answer_error(delivery, error, _identity(message.message_id)):
+                self._put_back(delivery)
+                return
+            if self._is_to_be_kept(delivery, error):
+                await self._keep(delivery, error)
+        except errors.Unreachable:
+            self._put_back(delivery)
+            return
         await self._acknowledge(delivery)
+
+    def _is_answerable(self, delivery: Delivery) -> bool:
+        reply_to = delivery.reply_to
+        return reply_to is not None and not self._broker.names.is_reserved(reply_to)
+
+    def _is_to_be_kept(self, delivery: Delivery, error: errors.VolumeWorkerError) -> bool:
+        method = requests.METHODS.get(_method_name(delivery.message.body) or "")
+        only_reads = method is not None and method.only_reads
+        return _is_unreadable(error) or not (self._is_answerable(delivery) or only_reads)
+
+    async def _keep(self, delivery: Delivery, error: errors.VolumeWorkerError) -> None:
+        reasons = letters.reason_headers(error=error, origin=delivery.address)
+        kept = {**letters.keep_properties(delivery.message), "reasons": reasons}
+        letter = outbox_store.Letter(delivery.address, delivery.message.body, kept)
+        for entry in await outbox_store.add_letters(self._store, self._owner, [letter]):
+            await self._outbox.tell(entry)
 
     async def _answer_error(
         self, delivery: Delivery, error: errors.VolumeWorkerError, job_id: uuid.UUID | None
-    ) -> None:
-        if delivery.reply_to is None:
-            return
+    ) -> bool:
+        if not self._is_answerable(delivery):
+            return True
         body = replies.failure(job_id, _method_name(delivery.message.body), error)
         correlation = delivery.message.correlation_id or delivery.message.message_id or ""
-        await self._reply(delivery, body, job_id or uuid.uuid4(), correlation)
+        return await self._reply(delivery, body, job_id or uuid.uuid4(), correlation)
 
     async def _reply(
         self, delivery: Delivery, body: dict[str, object], identity: uuid.UUID, correlation: str
-    ) -> None:
+    ) -> bool:
+        """Whether the broker has the answer, or there is nobody for it."""
         if delivery.reply_to is None:
-            return
+            return True
         message = outbox.reply_message(
             body, replies.ReplyType.RESULT, replies.reply_id(identity, 0), correlation
         )
@@ -249,8 +293,11 @@ class Inbox:
                 routing_key=delivery.reply_to,
                 mandatory=outbox.may_be_mandatory(delivery.reply_to),
             )
-        except (link.Unroutable, errors.Unreachable) as error:
+        except link.Unroutable as error:
             log.warning("reply.undeliverable", reply_to=delivery.reply_to, why=error.message)
+        except errors.Unreachable:
+            return False
+        return True
 
     async def _acknowledge(self, delivery: Delivery) -> None:
         try:

@@ -5,8 +5,10 @@ by a job like any other, so that it waits its turn, is tried again, and is told 
 """
 
 import json
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
 
 import structlog
 
@@ -16,23 +18,68 @@ from worker.store import connections, database, jobs
 
 log = structlog.get_logger(__name__)
 
-METHOD = "terminate_connection"
+METHOD: Final = "terminate_connection"
+FIRST_PAUSE: Final = 30.0
+"""Seconds until a second job for a leftover that the first one could not end."""
+LONGEST_PAUSE: Final = 600.0
 
 Accept = Callable[[Sequence[jobs.NewJob]], Awaitable[object]]
 
 
-async def sweep(store: database.Database, address: str, accept: Accept) -> None:
-    """Makes a job for each thing left at an address; not while a job is at work on its volume."""
-    found = await connections.leftovers(store, address)
-    if found:
-        log.warning("leftovers.found", address=address, count=len(found))
-        await accept([_job(address, leftover) for leftover in found])
+class Sweeper:
+    """Makes jobs for what is left at one address.
+
+    One that is there again and again gets jobs at longer and longer intervals, since each that
+    fails is a dead letter.
+    """
+
+    def __init__(
+        self,
+        store: database.Database,
+        address: str,
+        accept: Accept,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._address = address
+        self._accept = accept
+        self._clock = clock
+        self._tried: dict[connections.Leftover, tuple[int, float]] = {}
+        """How often each was tried, and when it may be again."""
+
+    async def sweep(self) -> None:
+        """Makes a job for each thing left; not while a job is at work on its volume."""
+        found = await connections.leftovers(self._store, self._address)
+        due = self._due(found)
+        if due:
+            log.warning("leftovers.found", address=self._address, count=len(due))
+            await self._accept([_job(self._address, leftover) for leftover in due])
+
+    def _due(self, found: Sequence[connections.Leftover]) -> list[connections.Leftover]:
+        now = self._clock()
+        # Not found now may mean that its job is at work: it is forgotten only after a long while.
+        self._tried = {
+            leftover: (times, until)
+            for leftover, (times, until) in self._tried.items()
+            if now < until + LONGEST_PAUSE
+        }
+        due = []
+        for leftover in found:
+            times, until = self._tried.get(leftover, (0, now))
+            if now >= until:
+                due.append(leftover)
+                pause = min(FIRST_PAUSE * 2**times, LONGEST_PAUSE)
+                self._tried[leftover] = (times + 1, now + pause)
+        return due
 
 
 def _job(address: str, leftover: connections.Leftover) -> jobs.NewJob:
-    args: dict[str, object] = {"volume_id": str(leftover.volume_id), "force": True}
-    if leftover.connection_id is not None:
-        args["connection_id"] = str(leftover.connection_id)
+    args: dict[str, object] = {
+        "volume_id": str(leftover.volume_id),
+        "connection_id": str(leftover.connection_id),
+        "force": True,
+    }
     major, minor = requests.VERSION
     request = {"method": METHOD, "version": f"{major}.{minor}", "args": args}
     body = json.dumps(request).encode()

@@ -106,14 +106,12 @@ class Outbox:
         self._open.add(entry.id)
         try:
             await self._tell_once(entry)
-        except errors.Unreachable as error:
+        except BaseException as error:
             # It stands in the table, and is told when it is swept up.
-            log.warning("outbox.put_off", error=error.message)
             self._open.discard(entry.id)
-        except Exception:
-            # Left in the table for a person to look at; it keeps nobody else from being told.
-            log.exception("outbox.untellable", entry_id=entry.id)
-            self._open.discard(entry.id)
+            if not isinstance(error, Exception):
+                raise
+            log.warning("outbox.put_off", entry_id=entry.id, exc_info=error)
 
     async def _tell_once(self, entry: outbox_store.Entry) -> None:
         if entry.letter is not None:
@@ -258,13 +256,22 @@ class Outbox:
                 self._events = {}
                 events_at = loop.time() + LINGER
             kept = await self._publish_batch(batch)
-            if self._told:
-                told, self._told = self._told, []
-                await outbox_store.delete(self._store, told)
-                self._open.difference_update(told)
+            await self._forget_told()
             if kept:
                 self._keep(kept)
                 await asyncio.sleep(0.5)
+
+    async def _forget_told(self) -> None:
+        told, self._told = self._told, []
+        if not told:
+            return
+        try:
+            await outbox_store.delete(self._store, told)
+        except errors.Unreachable as error:
+            log.warning("outbox.database_away", error=error.message)
+            self._told = told + self._told
+        else:
+            self._open.difference_update(told)
 
     async def _wait_for_work(self, events_at: float) -> None:
         """Waits for a reply, or for events whose time has come."""
@@ -309,7 +316,7 @@ class Outbox:
             )
         except link.Unroutable:
             if item.exchange:
-                log.warning("dead_letter.unroutable", job_id=str(item.job_id))
+                log.warning("outbox.unroutable", exchange=item.exchange, job_id=str(item.job_id))
                 return False
             # The result stays readable with get_job; a caller that is gone costs nothing.
             log.warning("reply.undeliverable", job_id=str(item.job_id), reply_to=item.routing_key)

@@ -1,13 +1,36 @@
 """Requests that only read: answered from the records at once, leaving no job and no event."""
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+import json
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import pydantic
 
 from messages import errors, requests, topology
 from worker import backend
 from worker.store import database, jobs, volumes
+
+MAX_LIST_BYTES: Final = 4 * 1024 * 1024
+"""Of JSON in one list: the broker takes 16 MiB in a message, and many lists may be asked for."""
+CHUNK: Final = 25
+"""Records fetched at a time: a job has arguments of a MiB, so that no thousand is held at once."""
+
+Record = TypeVar("Record")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Page:
+    """Part of a list; the next one begins after its last record."""
+
+    records: list[Mapping[str, Any]]
+    truncated: bool
+    """Cut for its size: there are more, though fewer than the limit are here."""
+
+    def to_wire(self, name: str) -> dict[str, Any]:
+        """The result of the contract, with the records under ``name``."""
+        return {name: self.records, **({"truncated": True} if self.truncated else {})}
 
 
 def is_read(method: requests.Method, args: pydantic.BaseModel) -> bool:
@@ -38,9 +61,9 @@ class Reader:
             case requests.GetJob():
                 return (await jobs.get(self._store, args.job_id)).to_wire()
             case requests.ListVolumes():
-                return {"volumes": await self._list_volumes(address, args)}
+                return (await self._list_volumes(address, args)).to_wire("volumes")
             case requests.ListJobs():
-                return {"jobs": await self._list_jobs(address, args)}
+                return (await self._list_jobs(address, args)).to_wire("jobs")
             case requests.ValidateConnector():
                 self._validate(address, args.connector)
                 return {}
@@ -54,10 +77,8 @@ class Reader:
             return  # attached without the target
         self._backends[address].target.validate_connector(connector.properties())
 
-    async def _list_volumes(
-        self, address: str, args: requests.ListVolumes
-    ) -> list[Mapping[str, Any]]:
-        return await volumes.records(
+    async def _list_volumes(self, address: str, args: requests.ListVolumes) -> Page:
+        return await list_volumes(
             self._store,
             address=None if args.all else address,
             status=args.status,
@@ -65,8 +86,8 @@ class Reader:
             limit=args.limit,
         )
 
-    async def _list_jobs(self, address: str, args: requests.ListJobs) -> list[dict[str, Any]]:
-        found = await jobs.list_(
+    async def _list_jobs(self, address: str, args: requests.ListJobs) -> Page:
+        return await list_jobs(
             self._store,
             address=None if args.all else address,
             state=args.state,
@@ -74,4 +95,64 @@ class Reader:
             after=args.after,
             limit=args.limit,
         )
-        return [job.to_wire() for job in found]
+
+
+async def list_volumes(
+    store: database.Database,
+    *,
+    address: str | None,
+    status: str | None,
+    after: uuid.UUID | None,
+    limit: int,
+) -> Page:
+    """Volumes by id."""
+
+    async def fetch(last: uuid.UUID | None, count: int) -> Sequence[Mapping[str, Any]]:
+        return await volumes.records(store, address=address, status=status, after=last, limit=count)
+
+    return await _page(fetch, lambda record: record, after=after, limit=limit)
+
+
+async def list_jobs(
+    store: database.Database,
+    *,
+    address: str | None,
+    state: str | None,
+    volume_id: uuid.UUID | None,
+    after: uuid.UUID | None,
+    limit: int,
+) -> Page:
+    """Jobs in the order of acceptance, their secrets masked."""
+
+    async def fetch(last: uuid.UUID | None, count: int) -> Sequence[jobs.Job]:
+        return await jobs.list_(
+            store, address=address, state=state, volume_id=volume_id, after=last, limit=count
+        )
+
+    return await _page(fetch, jobs.Job.to_wire, after=after, limit=limit)
+
+
+async def _page(
+    fetch: Callable[[uuid.UUID | None, int], Awaitable[Sequence[Record]]],
+    to_wire: Callable[[Record], Mapping[str, Any]],
+    *,
+    after: uuid.UUID | None,
+    limit: int,
+) -> Page:
+    """Fetches records after one, a chunk at a time, until enough or too many bytes are there."""
+    taken: list[Mapping[str, Any]] = []
+    size = 0
+    while len(taken) < limit:
+        count = min(CHUNK, limit - len(taken))
+        chunk = await fetch(after, count)
+        for record in chunk:
+            wire = to_wire(record)
+            size += len(json.dumps(wire))
+            # One is always there, however large, else a caller could not page past it.
+            if taken and size > MAX_LIST_BYTES:
+                return Page(taken, truncated=True)
+            taken.append(wire)
+        if len(chunk) < count:
+            break
+        after = uuid.UUID(str(taken[-1]["id"]))
+    return Page(taken, truncated=False)

@@ -95,6 +95,7 @@ class Service:
             names,
             list(self._backends),
             name=configured.host,
+            serves=lambda address: not self._backends[address].is_standby,
         )
         told = outbox.Outbox(store, link, owner=self._owner, addresses=list(self._backends))
         running = self._runner(store, told, remote)
@@ -113,6 +114,7 @@ class Service:
                 one,
                 outbox=told,
                 accept=running.accept,
+                on_standby=link.look_again,
                 stats_interval=configured.stats_interval,
             )
             for one in self._backends.values()
@@ -126,8 +128,12 @@ class Service:
             tasks += [group.create_task(part.run()) for part in (told, running, taken)]
             tasks.append(group.create_task(link.run(taken.receive)))
             log.info("service.started", host=configured.host, backends=list(self._backends))
-            await self._stop.wait()
-            await self._drain(link, running, told)
+            try:
+                await self._stop.wait()
+                await self._drain(link, running, told)
+            finally:
+                # Also where a part has died: jobs give back what they hold while there is a way.
+                await running.drain(0)
             for task in tasks:
                 task.cancel()
 
@@ -175,7 +181,7 @@ class Service:
         return {
             "broker": link.is_up,
             "database": self._database_up,
-            **{address: one.ready for address, one in self._backends.items()},
+            **{address: one.up for address, one in self._backends.items()},
         }
 
     async def _watch_database(self, store: database.Database) -> None:

@@ -25,6 +25,18 @@ CONFIG_VARIABLE: Final = "VOLUME_WORKER_CONFIG"
 Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 
+def _location(value: str) -> str:
+    if not value.startswith(("file:///", "https://")) or value == "https://":
+        raise ValueError("must begin with file:/// or https:// and a host")
+    if not value.isprintable() or " " in value:
+        raise ValueError("must not contain spaces or control characters")
+    return value
+
+
+Location = Annotated[str, pydantic.AfterValidator(_location)]
+"""What URLs of images or backups may begin with."""
+
+
 class ConfigurationError(errors.VolumeWorkerError):
     """The configuration is wrong; the text names the place."""
 
@@ -80,8 +92,13 @@ class Settings(pydantic_settings.BaseSettings):
     namespace: str = "volume"
     state_dir: pathlib.Path = pathlib.Path("/var/lib/volume-worker")
     http_listen: str = pydantic.Field("127.0.0.1:8776", description="empty: no HTTP")
-    image_locations: list[str] = []
-    backup_locations: list[str] | None = None
+    # These two are accepted and checked already, so that a configuration need not change later.
+    image_locations: list[Location] = pydantic.Field(
+        [], description="takes effect with the image methods, which are not built yet"
+    )
+    backup_locations: list[Location] | None = pydantic.Field(
+        None, description="takes effect with the backup methods, which are not built yet"
+    )
     root_helper: list[str] | str | None = None
     max_attempts: int = pydantic.Field(5, ge=1, le=100)
     max_request_bytes: int = pydantic.Field(1024 * 1024, ge=1024, le=16 * 1024 * 1024)

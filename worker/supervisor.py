@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 import structlog
@@ -35,12 +35,14 @@ class Supervisor:
         *,
         outbox: outbox.Outbox,
         accept: leftovers.Accept,
+        on_standby: Callable[[], Awaitable[None]],
         stats_interval: float,
     ) -> None:
         self._store = store
         self._backend = looked_after
         self._outbox = outbox
-        self._accept = accept
+        self._sweeper = leftovers.Sweeper(store, looked_after.address, accept)
+        self._on_standby = on_standby
         self._stats_interval = stats_interval
         self._first_try = asyncio.Event()
 
@@ -50,15 +52,25 @@ class Supervisor:
 
     async def run(self) -> None:
         """Sets the backend up, until that succeeds, and looks after it until cancelled."""
-        tries = 0
-        while not await self._set_up():
-            self._first_try.set()
-            tries += 1
-            await asyncio.sleep(retry.backoff(tries, base=SETUP_BASE, cap=SETUP_CAP))
-        self._first_try.set()
+        await self._set_up_in_the_end()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._look_after())
             group.create_task(self._report())
+
+    async def _set_up_in_the_end(self) -> None:
+        tries = 0
+        while True:
+            stood_by = self._backend.is_standby
+            is_done = await self._set_up()
+            self._first_try.set()
+            if self._backend.is_standby != stood_by:
+                await self._on_standby()
+            if is_done:
+                return
+            tries += 1
+            # Who stands by takes over soon after the other process has gone.
+            cap = SETUP_BASE if self._backend.is_standby else SETUP_CAP
+            await asyncio.sleep(retry.backoff(tries, base=SETUP_BASE, cap=cap))
 
     async def _set_up(self) -> bool:
         address = self._backend.address
@@ -66,8 +78,10 @@ class Supervisor:
             await self._backend.set_up()
             await self._restore()
         except errors.VolumeWorkerError as error:
+            stood_by = self._backend.is_standby
             self._backend.error = error
-            log.warning("backend.setup_failed", address=address, error=error.message)
+            if not (stood_by and self._backend.is_standby):
+                log.warning("backend.setup_failed", address=address, error=error.message)
         except Exception as error:
             self._backend.error = errors.Internal(f"{type(error).__name__}: {error}")
             log.exception("backend.setup_failed", address=address)
@@ -75,7 +89,8 @@ class Supervisor:
             self._backend.mark_ready()
             log.info("backend.ready", address=address)
             return True
-        await self._publish_stats()
+        if not self._backend.is_standby:
+            await self._publish_stats()
         return False
 
     async def _restore(self) -> None:
@@ -99,23 +114,43 @@ class Supervisor:
             log.error("backend.restore_failed", volume_id=str(volume_id), error=error.message)
 
     async def _look_after(self) -> None:
-        away = False
         while True:
             await asyncio.sleep(HEALTH_INTERVAL)
-            try:
-                if not await self._backend.target.check_health():
-                    log.warning("backend.restoring", address=self._backend.address)
-                    await self._restore()
-                await leftovers.sweep(self._store, self._backend.address, self._accept)
-                if away:
-                    log.info("backend.target_back", address=self._backend.address)
-                away = False
-            except errors.VolumeWorkerError as error:
-                if not away:
-                    log.warning(
-                        "backend.target_away", address=self._backend.address, error=error.message
-                    )
-                away = True
+            await self._guarded("backend.check_failed", self._check_target)
+            # While the target is away, a job that needs it would only fail.
+            if self._backend.up:
+                await self._guarded("leftovers.sweep_failed", self._sweeper.sweep)
+
+    async def _guarded(self, event: str, step: Callable[[], Awaitable[None]]) -> None:
+        """One step of the rounds: whatever it raises, the next round comes."""
+        address = self._backend.address
+        try:
+            await step()
+        except errors.VolumeWorkerError as error:
+            log.warning(event, address=address, error=error.message)
+        except Exception:
+            log.exception(event, address=address)
+
+    async def _check_target(self) -> None:
+        address = self._backend.address
+        was_away = self._backend.target_error is not None
+        try:
+            if not await self._backend.target.check_health():
+                log.warning("backend.restoring", address=address)
+                await self._restore()
+        except errors.Unreachable:
+            raise  # the database, of which the target knows nothing
+        except errors.VolumeWorkerError as error:
+            if not was_away:
+                log.warning("backend.target_away", address=address, error=error.message)
+            self._backend.note_target(error)
+        except Exception as error:
+            self._backend.note_target(errors.Internal(f"{type(error).__name__}: {error}"))
+            raise
+        else:
+            if was_away:
+                log.info("backend.target_back", address=address)
+            self._backend.note_target(None)
 
     async def _report(self) -> None:
         while True:
@@ -132,11 +167,11 @@ class Supervisor:
         try:
             if self._backend.ready:
                 stats = await self._backend.stats(refresh=True)
-            error = self._backend.error
+            error = self._backend.error or self._backend.target_error
             seq = await installation.set_backend(
                 self._store,
                 self._backend.address,
-                up=self._backend.ready,
+                up=self._backend.up,
                 stats=stats,
                 error=None if error is None else error.to_wire(),
             )

@@ -44,6 +44,7 @@ CREATE TABLE volumes (
     updated_at timestamptz NOT NULL DEFAULT now()
 );
 CREATE INDEX volumes_by_address ON volumes (address, id);
+CREATE INDEX volumes_exported_implicitly ON volumes (address) WHERE export = 'implicit';
 
 CREATE TABLE attachments (
     id uuid PRIMARY KEY,
@@ -76,6 +77,7 @@ CREATE TABLE connections (
     created_at timestamptz NOT NULL DEFAULT now()
 );
 CREATE INDEX connections_not_ended ON connections (volume_id) WHERE state <> 'ended';
+CREATE INDEX connections_unsettled ON connections (volume_id) WHERE state IN ('making', 'ending');
 CREATE UNIQUE INDEX connections_told_apart
     ON connections (volume_id, coalesce(connector_host, ''), identity, connection_key)
     WHERE state <> 'ended';
@@ -128,6 +130,7 @@ CREATE INDEX jobs_waiting ON jobs (address, slot, seq) WHERE state = 'queued';
 CREATE INDEX jobs_running ON jobs (lease_until) WHERE state = 'running';
 CREATE INDEX jobs_by_volume ON jobs USING gin (volume_ids);
 CREATE INDEX jobs_by_acceptance ON jobs (seq);
+CREATE INDEX jobs_by_address ON jobs (address, seq);
 CREATE INDEX jobs_finished ON jobs (finished_at) WHERE finished_at IS NOT NULL;
 
 -- What unfinished jobs need of volumes: x alone, c (connect, attach, …) one at a time beside readers,
@@ -158,6 +161,8 @@ CREATE TABLE outbox (
     letter_properties jsonb,
     created_at timestamptz NOT NULL DEFAULT now()
 );
+CREATE INDEX outbox_by_job ON outbox (job_id);
+CREATE INDEX outbox_by_address ON outbox (address, id);
 
 -- Times as the contract has them: RFC 3339 in UTC.
 CREATE FUNCTION rfc3339(t timestamptz) RETURNS text
@@ -171,7 +176,9 @@ CREATE FUNCTION attachment_record(a attachments) RETURNS jsonb
         'host_name', a.host_name, 'mountpoint', a.mountpoint, 'mode', a.mode,
         'status', a.status, 'created_at', rfc3339(a.created_at));
 
--- The Volume record of the contract, as it is sent.
+-- The Volume record of the contract, as it is sent. An attachment that is being made belongs to it
+-- only while the volume is being attached: it goes with the statement that settles the volume, which
+-- makes the record too and still sees it.
 CREATE FUNCTION volume_record(v volumes) RETURNS jsonb
     LANGUAGE sql STABLE
     RETURN jsonb_build_object(
@@ -183,7 +190,9 @@ CREATE FUNCTION volume_record(v volumes) RETURNS jsonb
         'created_at', rfc3339(v.created_at), 'updated_at', rfc3339(v.updated_at),
         'attachments', coalesce((
             SELECT jsonb_agg(attachment_record(a) ORDER BY a.created_at, a.id)
-            FROM attachments a WHERE a.volume_id = v.id), '[]'),
+            FROM attachments a
+            WHERE a.volume_id = v.id
+                AND (a.status <> 'attaching' OR v.status = 'attaching')), '[]'),
         'connections', coalesce((
             SELECT jsonb_agg(
                 jsonb_build_object(

@@ -1,7 +1,8 @@
 -- Connections: recorded before they are made, kept as ended until their volume goes.
 
 -- name: begin_connection
--- Records a connection that is about to be made, or finds the one that is there.
+-- Records a connection that is about to be made, or finds the one that is there; one that is being
+-- ended is made again, unless another kind is asked for.
 -- $1 job, $2 fencing token, $3 id, $4 volume, $5 connector host, $6 identity, $7 connection key,
 -- $8 connector, $9 access mode, $10 whether it is local, $11 credentials.
 WITH mine AS (
@@ -14,7 +15,11 @@ SELECT $3, $4, $5, $6, $7, $8, $9, 'making', $10, $11 FROM mine
 ON CONFLICT (volume_id, coalesce(connector_host, ''), identity, connection_key)
     WHERE state <> 'ended'
     DO UPDATE SET state = CASE connections.state
-        WHEN 'ending' THEN 'making' ELSE connections.state END
+        WHEN 'ending' THEN CASE
+            WHEN (connections.access_mode, connections.is_local)
+                = (excluded.access_mode, excluded.is_local)
+            THEN 'making' ELSE 'ending' END
+        ELSE connections.state END
 RETURNING *;
 
 -- name: live_connection
@@ -58,7 +63,7 @@ SELECT * FROM connections WHERE volume_id = $1 AND state <> 'ended' ORDER BY cre
 
 -- name: left_connections
 -- What jobs that have ended left of connections and of exports made for them: a volume and its
--- connection, or null for an export that no connection needs. Not while a job is at work on it.
+-- connection, an ended one for an export that no connection needs. Not while a job is at work on it.
 -- $1 address.
 SELECT volumes.id AS volume_id, connections.id AS connection_id
 FROM connections JOIN volumes ON volumes.id = connections.volume_id
@@ -72,7 +77,11 @@ WHERE volumes.address = $1
     AND NOT EXISTS (
         SELECT FROM job_locks WHERE job_locks.volume_id = volumes.id AND mode IN ('c', 'x'))
 UNION ALL
-SELECT volumes.id, NULL FROM volumes
+SELECT volumes.id, last.id FROM volumes
+    CROSS JOIN LATERAL (
+        SELECT connections.id FROM connections
+        WHERE connections.volume_id = volumes.id AND NOT is_local
+        ORDER BY created_at DESC LIMIT 1) last
 WHERE volumes.address = $1 AND volumes.export = 'implicit'
     AND NOT EXISTS (
         SELECT FROM connections

@@ -11,10 +11,12 @@ SELECT * FROM accept_jobs(
 SELECT * FROM claim_jobs($1, make_interval(secs => $2), $3, $4, $5);
 
 -- name: renew_leases
--- Keeps the lease of running jobs; returns those still held. $1 owner, $2 ids, $3 lease in seconds.
-UPDATE jobs SET lease_until = now() + make_interval(secs => $3)
-WHERE owner = $1 AND state = 'running' AND id = ANY ($2::uuid[])
-RETURNING id;
+-- Keeps the lease of running jobs; returns those still held. $1 lease in seconds, $2 ids, $3 their
+-- fencing tokens.
+UPDATE jobs SET lease_until = now() + make_interval(secs => $1)
+FROM unnest($2::uuid[], $3::bigint[]) AS held (id, lease_token)
+WHERE jobs.id = held.id AND jobs.lease_token = held.lease_token AND jobs.state = 'running'
+RETURNING jobs.id;
 
 -- name: finish_job
 -- Ends a job together with what becomes of its volume, and notes what has to be told. A volume that

@@ -568,3 +568,62 @@ async def test_a_call_that_is_cancelled_leaves_nothing(
     await asyncio.sleep(0.05)
     assert not volumes._calls
     assert {task for task in asyncio.all_tasks() if not task.done()} <= tasks
+
+
+# What must not hide a result, or an error
+
+
+async def test_a_result_that_has_come_is_told_though_a_callback_takes_longer(
+    worker: FakeWorker, volumes: client.Client
+) -> None:
+    async def work(message: Message) -> None:
+        await worker.status(message, 1)
+        await worker.succeed(message)
+
+    worker.script = work
+
+    async def hang(_: Mapping[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    assert (await volumes.call("create_volume", ADDRESS, on_status=hang, timeout=1))["echo"]
+    worker.script = worker.fail_with(errors.VolumeNotFound("gone").to_wire())
+    with pytest.raises(errors.VolumeNotFound):
+        await volumes.call("create_volume", ADDRESS, on_status=hang, timeout=1)
+
+
+@pytest.mark.parametrize("broken", ["_replies", "_publisher"])
+async def test_an_error_that_ends_a_link_is_raised_at_once(
+    installation: environment.Installation, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    async def fail(_: object) -> None:
+        raise RuntimeError("a fault of the set-up")
+
+    began = time.monotonic()
+    opened = client.Client(installation.broker_url, namespace=installation.namespace)
+    held = opened._replies if broken == "_replies" else opened._publisher.link
+    monkeypatch.setattr(held, "_setup", fail)
+    async with opened as volumes:
+        for send in (volumes.call, volumes.cast, volumes.call):
+            with pytest.raises(RuntimeError, match="a fault of the set-up"):
+                await send("get_volume", ADDRESS, timeout=20)
+    assert time.monotonic() - began < 10
+    assert not opened._calls
+
+
+async def test_a_url_that_is_none_is_told_at_once() -> None:
+    began = time.monotonic()
+    async with client.Client("amqp://guest:guest@127.0.0.1:port/") as volumes:
+        with pytest.raises(ValueError, match="port"):
+            await volumes.call("get_volume", ADDRESS, timeout=20)
+    assert time.monotonic() - began < 5
+
+
+async def test_a_call_ends_with_its_client(
+    worker: FakeWorker, installation: environment.Installation
+) -> None:
+    worker.script = worker.say_nothing
+    async with client.Client(installation.broker_url, namespace=installation.namespace) as volumes:
+        waiting = asyncio.create_task(volumes.call("get_volume", ADDRESS, timeout=20))
+        await worker.came()
+    with pytest.raises(errors.Unreachable, match="closed"):
+        await asyncio.wait_for(waiting, 5)

@@ -1,9 +1,11 @@
 """The daemon wrapper against a real qemu-storage-daemon."""
 
 import asyncio
+import contextlib
 import os
 import pathlib
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -11,8 +13,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from messages import errors
-from tests.services import leftovers, tgtd
-from worker import process
+from tests.services import attaching, leftovers, tgtd
+from worker import durable, process
 from worker.storage_daemon import daemon, record
 
 SECRET = "a-secret-nobody-may-see"
@@ -78,7 +80,7 @@ async def test_a_server_whose_worker_died_before_it_recorded_the_pid_is_found_al
     await built.release()
     found = record.read(folder)
     assert found is not None
-    record.write(folder, record.Record(found.sockets, "", boot_id=found.boot_id))
+    await record.write(folder, record.Record(found.sockets, "", boot_id=found.boot_id))
     later = another(folder)
     assert await later.adopt()
     assert later.pid == pid
@@ -94,7 +96,7 @@ async def test_starting_anew_ends_a_server_that_was_left_without_a_recorded_pid(
     await built.release()
     found = record.read(folder)
     assert found is not None
-    record.write(folder, record.Record(found.sockets, "", boot_id=found.boot_id))
+    await record.write(folder, record.Record(found.sockets, "", boot_id=found.boot_id))
     later = another(folder)
     await later.start(outlives_worker=True)
     assert process.start_time(pid) is None
@@ -122,7 +124,7 @@ async def test_a_recorded_process_that_is_somebody_else_is_left_alone(
     await built.stop()
     stranger = await process.Executor().start("sleep", "60")
     # The pid came again, the start time did not.
-    record.write(
+    await record.write(
         folder, record.Record(found.sockets, "", stranger.pid, found.started, found.boot_id)
     )
     assert not await another(folder).adopt()
@@ -131,16 +133,16 @@ async def test_a_recorded_process_that_is_somebody_else_is_left_alone(
 
 
 async def test_a_record_of_before_the_last_boot_names_no_process(folder: pathlib.Path) -> None:
-    record.make_private(folder)
+    durable.make_private(folder)
     started = process.start_time(os.getpid())
-    record.write(folder, record.Record(folder, "", os.getpid(), started, "another-boot"))
+    await record.write(folder, record.Record(folder, "", os.getpid(), started, "another-boot"))
     found = record.read(folder)
     assert found is not None
     assert found.pid is None
 
 
 async def test_a_record_that_cannot_be_read_counts_as_none(folder: pathlib.Path) -> None:
-    record.make_private(folder)
+    durable.make_private(folder)
     (folder / "daemon.json").write_text('{"sockets": ')
     assert not await another(folder).adopt()
 
@@ -193,9 +195,38 @@ async def test_a_daemon_that_hangs_is_not_adopted_and_not_killed(
     assert pid is not None
     await built.release()
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(errors.TargetError, match="runs but did not answer"):
+    with pytest.raises(errors.TargetError, match="runs but does not answer"):
         await another(folder).adopt()
     os.kill(pid, signal.SIGCONT)
+    assert await built.adopt()
+    assert built.pid == pid
+
+
+async def test_a_hung_daemon_with_a_full_backlog_holds_up_nothing_else(
+    built: daemon.StorageDaemon, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "CONNECT_TIMEOUT", 0.3)
+    await built.start(outlives_worker=True)
+    pid = built.pid
+    assert pid is not None
+    found = record.read(folder)
+    assert found is not None
+    await built.release()
+    with attaching.hanging(pid), contextlib.ExitStack() as stack:
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(20):
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.settimeout(0)
+                waiting.connect(str(found.sockets / "qmp"))
+        adopting = asyncio.create_task(another(folder).adopt())
+        turns = 0
+        while not adopting.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        with pytest.raises(errors.TargetError, match="runs but does not answer"):
+            await adopting
+        assert turns > 5
+    assert process.start_time(pid) is not None
     assert await built.adopt()
     assert built.pid == pid
 
@@ -260,7 +291,7 @@ async def test_a_secret_shows_nowhere(
 
 WORKER = """
 import asyncio, pathlib, sys
-from worker import process
+from worker import durable, process
 from worker.storage_daemon import daemon
 
 async def main():

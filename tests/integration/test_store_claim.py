@@ -117,11 +117,10 @@ async def test_a_job_that_was_lost_keeps_its_volumes(bench: store_bench.Bench) -
 async def test_a_lease_is_renewed_by_its_owner_alone(bench: store_bench.Bench) -> None:
     mine = await bench.started(need(uuid.uuid4()), lease=5)
     gone = await bench.started(need(uuid.uuid4()), lease=5)
-    other = bench.other()
     await bench.finish(gone)
-    ids = [mine.id, gone.id, uuid.uuid4()]
-    assert await jobs.renew(bench.store, owner=other.owner, ids=ids, lease=60) == set()
-    assert await jobs.renew(bench.store, owner=bench.owner, ids=ids, lease=60) == {mine.id}
+    stranger = dataclasses.replace(mine, lease_token=mine.lease_token + 1)
+    assert await jobs.renew(bench.store, [stranger], lease=60) == set()
+    assert await jobs.renew(bench.store, [mine, gone], lease=60) == {mine.id}
     (row,) = await bench.rows("SELECT lease_until - now() AS left FROM jobs WHERE id = $1", mine.id)
     assert row["left"].total_seconds() > 50
 
@@ -130,7 +129,18 @@ async def test_a_lease_that_was_taken_over_is_not_renewed(bench: store_bench.Ben
     one = await bench.started(need(uuid.uuid4()))
     await bench.expire(one)
     await bench.other().claim()
-    assert await jobs.renew(bench.store, owner=bench.owner, ids=[one.id], lease=60) == set()
+    assert await jobs.renew(bench.store, [one], lease=60) == set()
+
+
+async def test_a_worker_that_took_its_own_job_over_renews_it_under_the_new_token_only(
+    bench: store_bench.Bench,
+) -> None:
+    one = await bench.started(need(uuid.uuid4()))
+    await bench.expire(one)
+    (again,) = await bench.claim()
+    assert again.owner == one.owner
+    assert await jobs.renew(bench.store, [one], lease=60) == set()
+    assert await jobs.renew(bench.store, [again], lease=60) == {one.id}
 
 
 # Ends
@@ -280,7 +290,7 @@ async def test_a_worker_that_has_lost_a_job_changes_nothing_any_more(
             allowed=[resources.VolumeStatus.AVAILABLE],
             status=resources.VolumeStatus.DELETING,
         ),
-        volumes.set_export(store, lost, volume.id, "explicit"),
+        volumes.set_export(store, lost, volume.id, volumes.Export.EXPLICIT),
         volumes.begin_attachment(
             store,
             lost,
@@ -291,7 +301,7 @@ async def test_a_worker_that_has_lost_a_job_changes_nothing_any_more(
             mountpoint="/x",
             mode="rw",
         ),
-        volumes.set_attachment(store, lost, uuid.uuid4(), "attached"),
+        volumes.set_attachment(store, lost, uuid.uuid4(), volumes.AttachmentStatus.ATTACHED),
     ):
         with pytest.raises(database.LeaseLost):
             await attempt

@@ -109,7 +109,7 @@ async def test_two_changes_at_once_are_both_counted(bench: store_bench.Bench) ->
     reader = await bench.started(need(volume.id, R, known=True))
     control = await bench.started(need(volume.id, C, known=True))
     await bench.finish(reader, change=jobs.VolumeChange(volume.id))
-    await volumes.set_export(bench.store, control, volume.id, "implicit")
+    await volumes.set_export(bench.store, control, volume.id, volumes.Export.IMPLICIT)
     assert (await volumes.get(bench.store, volume.id)).seq == volume.seq + 2
 
 
@@ -210,7 +210,9 @@ async def test_an_attachment_is_recorded_changed_and_removed(bench: store_bench.
     first = await begin_it()
     assert (first.status, first.mode, first.instance_uuid) == ("attaching", "ro", instance)
     assert await begin_it() == first
-    done = await volumes.set_attachment(bench.store, one, attachment_id, "attached")
+    done = await volumes.set_attachment(
+        bench.store, one, attachment_id, volumes.AttachmentStatus.ATTACHED
+    )
     assert done.status == "attached"
     record = await volumes.record(bench.store, volume.id)
     assert record["attachments"] == [done.to_wire()]
@@ -219,6 +221,31 @@ async def test_an_attachment_is_recorded_changed_and_removed(bench: store_bench.
     assert (await volumes.record(bench.store, volume.id))["attachments"]
     await volumes.end_attachments(bench.store, one, volume.id, attachment_id)
     assert (await volumes.record(bench.store, volume.id))["attachments"] == []
+
+
+async def test_the_last_event_of_a_failed_attach_lists_no_attachment(
+    bench: store_bench.Bench,
+) -> None:
+    volume = await bench.volume()
+    one = await bench.started(need(volume.id, C, known=True))
+    await take(bench, one, volume.id, status=VolumeStatus.ATTACHING)
+    await volumes.begin_attachment(
+        bench.store,
+        one,
+        uuid.uuid4(),
+        volume_id=volume.id,
+        instance_uuid=uuid.uuid4(),
+        host_name=None,
+        mountpoint="/dev/vdb",
+        mode="rw",
+    )
+    assert (await volumes.get(bench.store, volume.id)).attachments
+    error = errors.Internal("no")
+    ended = await bench.finish(one, state=resources.JobState.FAILED, result=None, error=error)
+    assert ended.event is not None
+    assert ended.event["volume"]["status"] == "available"
+    assert ended.event["volume"]["attachments"] == []
+    assert await bench.rows("SELECT FROM attachments") == []
 
 
 # Connections
@@ -295,6 +322,18 @@ async def test_the_same_connector_in_another_mode_is_refused(connecting: Connect
     assert refused.value.details["connection_id"] == str(first.id)
     with pytest.raises(errors.InvalidConnector):
         await connecting.begin(mode="ro", is_local=True)
+
+
+async def test_asking_for_another_mode_leaves_a_connection_ending(connecting: Connecting) -> None:
+    first = await connecting.begin(mode="ro")
+    await connections.ending(connecting.bench.store, connecting.job, connecting.volume.id)
+    for other in ({"mode": "rw"}, {"mode": "ro", "is_local": True}):
+        with pytest.raises(errors.InvalidConnector):
+            await connecting.begin(**other)
+        found = await connections.find(connecting.bench.store, first.id)
+        assert found is not None
+        assert found.state is connections.State.ENDING
+    assert (await connecting.begin(mode="ro")).state is connections.State.MAKING
 
 
 async def test_connections_are_unique_even_beside_the_store(connecting: Connecting) -> None:
@@ -384,7 +423,9 @@ async def test_what_a_target_has_to_serve_is_known_after_a_restart(
     await connecting.begin(host="half-made")
     await connecting.live(await connecting.begin(host="local", is_local=True))
     assert await connections.served(bench.store, HERE) == []
-    await volumes.set_export(bench.store, connecting.job, volume.id, "implicit", "where")
+    await volumes.set_export(
+        bench.store, connecting.job, volume.id, volumes.Export.IMPLICIT, "where"
+    )
     ((served, its),) = await connections.served(bench.store, HERE)
     assert (served.id, served.export, served.provider_location) == (
         volume.id,
@@ -393,7 +434,7 @@ async def test_what_a_target_has_to_serve_is_known_after_a_restart(
     )
     assert its == [live]
     assert await connections.served(bench.store, ELSEWHERE) == []
-    await volumes.set_export(bench.store, connecting.job, volume.id, "none")
+    await volumes.set_export(bench.store, connecting.job, volume.id, volumes.Export.NONE)
     assert await connections.served(bench.store, HERE) == []
     assert (await volumes.get(bench.store, volume.id)).provider_location is None
 

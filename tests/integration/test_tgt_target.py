@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import time
@@ -607,3 +608,37 @@ async def test_the_list_of_hundreds_of_targets_is_read_whole(
     finally:
         for tid in tids:
             bench.daemon.adm("--op", "delete", "--mode", "target", "--tid", str(tid))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"other": 1}', "\0\0\0"])
+async def test_a_record_that_a_power_loss_has_spoiled_is_one_without_an_account(
+    bench: Bench, content: str
+) -> None:
+    volume, path = bench.volume()
+    await bench.target.create_export(volume, path)
+    connection = bench.connection()
+    await bench.target.initialize_connection(volume, path, connection)
+    for record in (bench.folder / "state" / "tgt").iterdir():
+        record.write_text(content)
+    bench.begin()
+    await bench.target.do_setup()
+    wanted = base.Export(volume, path, [connection])
+    assert await bench.target.restore([wanted]) == {}
+    # Written anew, so that the account goes with its target.
+    await bench.target.terminate_connection(volume, connection)
+    assert connection.credentials["auth_username"] not in bench.accounts()
+    await bench.target.remove_export(volume)
+    assert bench.shown() == {}
+    assert leftovers.entries(bench.folder / "state" / "tgt") == []
+
+
+async def test_a_spoiled_record_of_what_is_not_wanted_any_more_is_swept(bench: Bench) -> None:
+    volume, path = bench.volume()
+    await bench.target.create_export(volume, path)
+    (record,) = (bench.folder / "state" / "tgt").iterdir()
+    record.write_text("")
+    bench.begin()
+    os.utime(record, (0, 0))
+    await bench.target.do_setup()
+    assert await bench.target.restore([]) == {}
+    assert bench.shown() == {}

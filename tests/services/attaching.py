@@ -55,7 +55,7 @@ async def nbd_server(
     arguments = ["--nbd-server", listen]
     if psk:
         keys = nbd_keys.Keys(folder / "keys")
-        keys.write([{"username": "c-1", "psk_key": PSK}])
+        await keys.write([{"username": "c-1", "psk_key": PSK}])
         arguments = ["--object", daemon.json_argument(keys.server_object("tls"))]
         arguments += ["--nbd-server", f"{listen},tls-creds=tls"]
     started = daemon.StorageDaemon(process.Executor(), folder / "server")

@@ -112,3 +112,15 @@ def test_an_address_as_an_argument_is_one(text: str) -> None:
 def test_what_is_no_address_is_refused_as_an_argument(text: str) -> None:
     with pytest.raises(pydantic.ValidationError):
         pydantic.TypeAdapter(requests.Address).validate_python(text)
+
+
+def test_what_only_reads_is_what_gets_lists_or_validates() -> None:
+    """Nothing is lost with a request for one of these; every other one is kept as a letter."""
+    names = {name for name, method in requests.METHODS.items() if method.only_reads}
+    assert names == {
+        *("get_volume", "get_job", "get_volume_stats", "get_snapshot", "get_backup"),
+        *("list_volumes", "list_jobs", "list_snapshots", "list_backups"),
+        "validate_connector",
+    }
+    for method in requests.METHODS.values():
+        assert method.only_reads or method.kind is not requests.Kind.READ

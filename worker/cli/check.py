@@ -44,6 +44,8 @@ def check(*, config: options.Config = None, as_json: options.Json = False) -> No
 
 
 async def _look(configured: settings.Settings) -> list[finding.Finding]:
+    # First, since nothing can be said of backends that are configured wrongly.
+    settings.backends(configured)
     parts = await asyncio.gather(
         broker.look(configured),
         database.look(configured),

@@ -2,15 +2,15 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import rich.text
 import typer
 
 from messages import resources
-from worker import settings
-from worker.cli import options, output, progress, reach
+from worker import reads, settings
+from worker.cli import listing, options, output, progress, reach
 from worker.store import jobs
 
 commands = typer.Typer(
@@ -39,18 +39,17 @@ def list_(
 ) -> None:
     """Lists jobs in the order of their acceptance."""
     configured = settings.load(config)
-    found = asyncio.run(
+    page = asyncio.run(
         _list(configured, address=address, state=state, volume_id=volume, after=after, limit=limit)
     )
-    if as_json:
-        output.print_json({"jobs": found})
-        return
-    output.print_table(
-        ("id", "method", "address", "state", "attempt", "accepted", "progress or error"),
-        [_row(job) for job in found],
+    listing.print_page(
+        page,
+        "jobs",
+        titles=("id", "method", "address", "state", "attempt", "accepted", "progress or error"),
+        row=_row,
+        limit=limit,
+        as_json=as_json,
     )
-    if len(found) == limit:
-        output.note(f"there may be more: --after {found[-1]['id']}")
 
 
 @commands.command("show")
@@ -74,9 +73,9 @@ def show(
     output.print_record(readable.items())
 
 
-async def _list(configured: settings.Settings, **filters: Any) -> Sequence[dict[str, Any]]:
+async def _list(configured: settings.Settings, **filters: Any) -> reads.Page:
     async with reach.records(configured) as store:
-        return [job.to_wire() for job in await jobs.list_(store, **filters)]
+        return await reads.list_jobs(store, **filters)
 
 
 async def _get(configured: settings.Settings, job_id: uuid.UUID) -> dict[str, Any]:

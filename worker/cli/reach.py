@@ -43,10 +43,10 @@ async def _connect(url: pydantic.SecretStr) -> aio_pika.abc.AbstractConnection:
             timeout=CONNECT_TIMEOUT,
             client_properties={"connection_name": "volume-worker command"},
         )
-    except aio_pika.exceptions.AuthenticationError as error:
-        reason = f"it refuses the user or password of broker_url ({type(error).__name__})"
+    except aio_pika.exceptions.AuthenticationError:
+        reason = "it refuses broker_url's credentials"
     except aio_pika.exceptions.AMQPError as error:
-        reason = f"{error or type(error).__name__}; look at the vhost in broker_url"
+        reason = _refusal(error)
     except (OSError, TimeoutError) as error:
         reason = f"{_reason(error)}; look at broker_url and whether RabbitMQ runs there"
     except (ValueError, TypeError, KeyError, ArithmeticError):
@@ -55,6 +55,16 @@ async def _connect(url: pydantic.SecretStr) -> aio_pika.abc.AbstractConnection:
     raise errors.Unreachable(
         f"the broker at {place(url)} cannot be reached: {redaction.mask_text(reason)}"
     )
+
+
+def _refusal(error: aio_pika.exceptions.AMQPError) -> str:
+    text = str(error)
+    if "ACCESS_REFUSED" in text:
+        return "it refuses broker_url's credentials"
+    # Where the vhost is none of its, RabbitMQ closes the connection instead of opening it.
+    if "NOT_ALLOWED" in text or "Connection.OpenOk" in text:
+        return "it refuses the vhost of broker_url"
+    return f"{text or type(error).__name__}; look at broker_url and whether RabbitMQ runs there"
 
 
 def _reason(error: BaseException) -> str:

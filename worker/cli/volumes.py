@@ -2,15 +2,15 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import rich.text
 import typer
 
 from messages import resources
-from worker import settings
-from worker.cli import options, output, reach
+from worker import reads, settings
+from worker.cli import listing, options, output, reach
 from worker.store import volumes
 
 commands = typer.Typer(
@@ -34,16 +34,15 @@ def list_(
 ) -> None:
     """Lists volumes by id."""
     configured = settings.load(config)
-    found = asyncio.run(_list(configured, address=address, status=status, after=after, limit=limit))
-    if as_json:
-        output.print_json({"volumes": found})
-        return
-    output.print_table(
-        ("id", "name", "address", "size", "status", "exported", "used by"),
-        [_row(volume) for volume in found],
+    page = asyncio.run(_list(configured, address=address, status=status, after=after, limit=limit))
+    listing.print_page(
+        page,
+        "volumes",
+        titles=("id", "name", "address", "size", "status", "exported", "used by"),
+        row=_row,
+        limit=limit,
+        as_json=as_json,
     )
-    if len(found) == limit:
-        output.note(f"there may be more: --after {found[-1]['id']}")
 
 
 @commands.command("show")
@@ -67,9 +66,9 @@ def show(
     output.print_record(readable.items())
 
 
-async def _list(configured: settings.Settings, **filters: Any) -> Sequence[dict[str, Any]]:
+async def _list(configured: settings.Settings, **filters: Any) -> reads.Page:
     async with reach.records(configured) as store:
-        return [_wire(record) for record in await volumes.records(store, **filters)]
+        return await reads.list_volumes(store, **filters)
 
 
 async def _get(configured: settings.Settings, volume_id: uuid.UUID) -> dict[str, Any]:

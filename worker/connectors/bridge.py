@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from messages import errors
-from worker import process
+from worker import durable, process
 from worker.connectors import base, devices
 from worker.nbd import uri as uris
-from worker.storage_daemon import daemon, record
+from worker.storage_daemon import daemon
 
 NODE: Final = "volume"
 CONNECT_TIMEOUT: Final = 30.0
@@ -148,8 +148,8 @@ async def _add_node(
 async def _add_psk(built: daemon.StorageDaemon, folder: pathlib.Path, psk: tuple[str, str]) -> None:
     identity, key = psk
     keys = folder / "keys.psk"
-    record.write_private(keys, f"{identity}:{key}\n".encode())
     try:
+        await durable.write(keys, f"{identity}:{key}\n".encode())
         credentials = {"qom-type": "tls-creds-psk", "id": TLS, "endpoint": "client"}
         await built.execute("object-add", {**credentials, "dir": str(folder), "username": identity})
     finally:

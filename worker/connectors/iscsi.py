@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 import pydantic
 
+from worker import durable
 from worker.connectors import base, bridge, connection_info, devices
-from worker.storage_daemon import record
 
 COMMAND_TIMEOUT: Final = 30
 """Seconds for a SCSI command, after which libiscsi takes the session for lost."""
@@ -90,7 +90,7 @@ class IscsiConnector(base.Connector):
 
     async def get_connector_properties(self) -> Mapping[str, Any]:
         """This host's initiator name: the system's, or one of the worker's own that stays."""
-        return {"initiator": self._initiator()}
+        return {"initiator": await self._initiator()}
 
     async def connect_volume(
         self, data: Mapping[str, Any], *, key: str, access: base.Access, read_only: bool
@@ -103,7 +103,7 @@ class IscsiConnector(base.Connector):
         """
         info = connection_info.parse(Info, data)
         connection_info.check_access(info.access_mode, read_only=read_only)
-        source = _source(info, self._initiator())
+        source = _source(info, await self._initiator())
         return await self._bridges.open(key, source, access=access, read_only=read_only)
 
     async def disconnect_volume(
@@ -116,7 +116,7 @@ class IscsiConnector(base.Connector):
         """See :meth:`worker.connectors.base.Connector.check_valid_device`."""
         return await devices.is_valid(self._execute, device)
 
-    def _initiator(self) -> str:
+    async def _initiator(self) -> str:
         own = self._state_dir / "initiatorname.iscsi"
         for path in (own, _SYSTEM_NAME):
             if name := _read_name(path):
@@ -124,7 +124,7 @@ class IscsiConnector(base.Connector):
         digest = hashlib.blake2b(self._host.encode(), digest_size=8).hexdigest()
         name = f"iqn.2026-11.org.volume-worker:{digest}"
         # Two processes that do this at once write the same.
-        record.write_private(own, f"InitiatorName={name}\n".encode())
+        await durable.write(own, f"InitiatorName={name}\n".encode())
         return name
 
 

@@ -1,5 +1,6 @@
 """Volumes of this host itself: the connection info names the path, and nothing is attached."""
 
+import asyncio
 import os
 import pathlib
 import stat
@@ -23,7 +24,8 @@ class LocalConnector(base.Connector):
         self, data: Mapping[str, Any], *, key: str, access: base.Access, read_only: bool
     ) -> base.Device:
         """See :meth:`worker.connectors.base.Connector.connect_volume`."""
-        device = base.Device(path=_usable_path(data, read_only=read_only))
+        path = await asyncio.to_thread(_usable_path, data, read_only=read_only)
+        device = base.Device(path=path)
         if not read_only:
             self._attached[key] = device
         return device

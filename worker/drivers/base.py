@@ -69,11 +69,15 @@ class Options(pydantic.BaseModel):
     volume_clear: VolumeClear = VolumeClear.ZERO
     volume_clear_size: int = pydantic.Field(0, ge=0, le=1024, description="MiB; 0 means all")
     copy_verify: bool = True
-    use_multipath_for_image_xfer: bool = False
+    # The next two are accepted and checked already, so that a configuration need not change later.
+    use_multipath_for_image_xfer: bool = pydantic.Field(
+        default=False, description="takes effect with the image methods, which are not built yet"
+    )
     num_volume_device_scan_tries: int = pydantic.Field(
         3,
         ge=1,
         le=100,
+        description="takes effect with kernel attach, which is not built yet",
         validation_alias=pydantic.AliasChoices(
             "num_volume_device_scan_tries", "num_iscsi_scan_tries"
         ),
@@ -129,7 +133,7 @@ class Driver(Protocol):
         ``online_extend_support``, ``sparse_copy_volume``, ``total_volumes``. The worker adds the
         rest (names, reserved percentage, the same capacities in GiB).
         """
-        raise NotImplementedError
+        raise errors.NotSupported("this driver tells no stats")
 
     # Volumes
 
@@ -138,11 +142,11 @@ class Driver(Protocol):
 
         Raises: ``InsufficientSpace`` with nothing made.
         """
-        raise NotImplementedError
+        raise errors.NotSupported("this driver cannot create a volume")
 
     async def delete_volume(self, volume: Volume) -> None:
         """Removes the volume, wiped as ``volume_clear`` says; one that is gone is no error."""
-        raise NotImplementedError
+        raise errors.NotSupported("this driver cannot delete a volume")
 
     async def extend_volume(self, volume: Volume, new_size_bytes: int) -> None:
         """Grows the volume; the new part reads as zeros."""
@@ -150,7 +154,7 @@ class Driver(Protocol):
 
     async def find_volume(self, volume: Volume) -> int | None:
         """The size in bytes that the volume really has on the storage, or None."""
-        raise NotImplementedError
+        raise errors.NotSupported("this driver cannot find a volume")
 
     def local_path(self, volume: Volume) -> pathlib.Path:
         """Where this host can open the volume.

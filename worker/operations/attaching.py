@@ -90,8 +90,7 @@ async def _give_access(
                 f"the worker at {volume.address} did not give access: {error.message}",
                 volume_id=str(volume.id),
             ) from error
-    backend = context.backends[volume.address]
-    backend.require()
+    backend = context.backend_at(volume.address)
     async with backend.serving.together():
         connection = await connections.connect(context, backend, volume, connector)
     return {"driver_volume_type": connection.driver_volume_type, "data": connection.data}
@@ -106,7 +105,7 @@ async def _withdraw(
     force: bool,
 ) -> None:
     if not remote:
-        await connections.end(context, context.backends[volume.address], volume, connector)
+        await connections.end(context, context.backend_at(volume.address), volume, connector)
         return
     try:
         await context.remote.call(

@@ -37,7 +37,9 @@ async def _attach(context: base.Context) -> base.Outcome:
     await backend.driver.attach_volume(
         base.reference(volume), args.instance_uuid, args.host_name, args.mountpoint
     )
-    attachment = await volumes.set_attachment(context.store, context.job, attachment_id, "attached")
+    attachment = await volumes.set_attachment(
+        context.store, context.job, attachment_id, volumes.AttachmentStatus.ATTACHED
+    )
     change = jobs.VolumeChange(
         volume.id, {"status": VolumeStatus.IN_USE, "attach_status": AttachStatus.ATTACHED}
     )

@@ -45,6 +45,20 @@ class Context:
     """What becomes of the volume if the job ends in an error now, where settling it by its
     passing status (``creating`` to ``error``, ``maintenance`` back, …) would be wrong."""
 
+    def backend_at(self, address: str) -> backend.Backend:
+        """A backend of this host.
+
+        Raises:
+            DriverNotInitialized: it is not set up, or not configured any more.
+        """
+        found = self.backends.get(address)
+        if found is None:
+            raise errors.DriverNotInitialized(
+                f"no backend of this worker is {address}", address=address
+            )
+        found.require()
+        return found
+
     @property
     def backend(self) -> backend.Backend:
         """The backend that the request was sent to.
@@ -52,9 +66,7 @@ class Context:
         Raises:
             DriverNotInitialized: it is not set up.
         """
-        found = self.backends[self.job.address]
-        found.require()
-        return found
+        return self.backend_at(self.job.address)
 
     async def volume(self, volume_id: uuid.UUID) -> volumes.Volume:
         """A volume of the backend that the request was sent to.

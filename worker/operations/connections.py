@@ -1,5 +1,6 @@
 """initialize_connection, terminate_connection; and the same for what a job attaches itself."""
 
+import contextlib
 import pathlib
 import uuid
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ import structlog
 from messages import errors, requests
 from worker import backend as backends
 from worker.operations import base, exports
-from worker.store import connections, jobs, volumes
+from worker.store import connections, database, jobs, volumes
 from worker.targets import base as targets
 
 log = structlog.get_logger(__name__)
@@ -40,8 +41,10 @@ async def connect(
         else:
             info = await _serve(context, backend, volume, connection)
     except BaseException:
-        if connection.state == "making":
-            await disconnect(context, backend, volume, [connection.id], force=True)
+        if connection.state is connections.State.MAKING:
+            # Without the lease it is the next attempt's to undo.
+            with contextlib.suppress(database.LeaseLost):
+                await disconnect(context, backend, volume, [connection.id], force=True)
         raise
     return await connections.live(
         context.store,
@@ -73,7 +76,7 @@ async def disconnect(
     if any(not connection.is_local for connection in left):
         return
     now = await volumes.get(context.store, volume.id)
-    if now.export == "implicit":
+    if now.export is volumes.Export.IMPLICIT:
         await exports.remove(context, backend, now)
 
 
@@ -106,8 +109,8 @@ async def _serve(
     volume: volumes.Volume,
     connection: connections.Connection,
 ) -> targets.Info:
-    if volume.export == "none":
-        await exports.make(context, backend, volume, "implicit")
+    if volume.export is volumes.Export.NONE:
+        await exports.make(context, backend, volume, volumes.Export.IMPLICIT)
     return await backend.target.initialize_connection(
         base.reference(volume), exports.path_of(backend, volume), as_target_sees(connection)
     )
@@ -146,7 +149,7 @@ async def _undo(context: base.Context) -> None:
     volume = await context.volume(args.volume_id)
     found = await connections.find_for(context.store, volume.id, args.connector)
     # One that was live before is not this job's to end.
-    if found is not None and found.state == "making":
+    if found is not None and found.state is connections.State.MAKING:
         async with context.backend.serving.together():
             await disconnect(context, context.backend, volume, [found.id], force=True)
 

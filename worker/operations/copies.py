@@ -7,14 +7,20 @@ was done is undone in reverse, each step even if the one before failed, and the 
 one that is told.
 """
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Final
 
+import structlog
+
 from messages import errors, requests, topology
-from messages.resources import Progress, VolumeStatus
+from messages.resources import AccessMode, Progress, VolumeStatus
+from worker.connectors import base as connectors
 from worker.operations import attaching, base
 from worker.store import connections, jobs, volumes
 from worker.transfer import copying
+
+log = structlog.get_logger(__name__)
 
 
 async def _copy(context: base.Context) -> base.Outcome:
@@ -34,16 +40,7 @@ async def _copy(context: base.Context) -> base.Outcome:
             context, source, remote=remote in ("src", "both"), read_only=True
         ) as origin,
     ):
-        copied = await copying.copy(
-            context.connectors.execute,
-            origin,
-            target,
-            size_bytes=source.size_bytes,
-            verify=_verify(context, args),
-            source_changes=source.status is VolumeStatus.IN_USE,
-            bytes_per_second=args.bytes_per_second,
-            on_progress=lambda progress: context.progress(_progress(progress)),
-        )
+        copied = await _move(context, source, origin, target)
     result = {
         "total_bytes": copied.total_bytes,
         "copied_bytes": copied.copied_bytes,
@@ -53,6 +50,65 @@ async def _copy(context: base.Context) -> base.Outcome:
         "digest": copied.digest,
     }
     return base.Outcome(result=result, change=base.back(taken))
+
+
+async def _move(
+    context: base.Context,
+    source: volumes.Volume,
+    origin: connectors.Device,
+    target: connectors.Device,
+) -> copying.Copied:
+    """Copies, knowing whether the source may change meanwhile.
+
+    A source that holds still is compared with directly, and the kernel may copy it. Somebody may
+    come and write to it all the same: then a mismatch means nothing, and it is copied once more
+    as one that changes.
+    """
+    args: requests.CopyVolumeData = context.args
+
+    def copy(*, source_changes: bool) -> Awaitable[copying.Copied]:
+        return copying.copy(
+            context.connectors.execute,
+            origin,
+            target,
+            size_bytes=source.size_bytes,
+            verify=_verify(context, args),
+            source_changes=source_changes,
+            bytes_per_second=args.bytes_per_second,
+            on_progress=lambda progress: context.progress(_progress(progress)),
+        )
+
+    # Before the connections are looked at: any that comes or goes later has raised it.
+    seq = (await volumes.get(context.store, source.id)).seq
+    if await _is_written(context, source.id):
+        return await copy(source_changes=True)
+    try:
+        return await copy(source_changes=False)
+    except errors.DeviceUnavailable as error:
+        if error.details.get("reason") != "verify_mismatch":
+            raise
+        if (await volumes.get(context.store, source.id)).seq == seq:
+            raise
+        log.info("copy.source_changed", volume_id=str(source.id))
+        return await copy(source_changes=True)
+
+
+async def _is_written(context: base.Context, volume_id: uuid.UUID) -> bool:
+    """Whether somebody else may write to a volume now; a connection does not show in its status."""
+    now = await volumes.get(context.store, volume_id)
+    others = _of_others(context, await connections.of_volume(context.store, volume_id))
+    return (
+        now.status is VolumeStatus.IN_USE
+        or bool(now.attachments)
+        or any(other.access_mode is AccessMode.READ_WRITE for other in others)
+    )
+
+
+def _of_others(
+    context: base.Context, live: Sequence[connections.Connection]
+) -> list[connections.Connection]:
+    # An earlier attempt of this job may have left its own connection, which this one takes over.
+    return [one for one in live if one.connector.get("connection_key") != str(context.job.id)]
 
 
 async def _undo(context: base.Context) -> None:
@@ -113,9 +169,7 @@ async def _check(
     if source.status not in base.USABLE:
         raise volumes.invalid_status(source.id, source.status)
     live = await connections.of_volume(context.store, destination.id)
-    # An earlier attempt of this job may have left its own connection, which this one takes over.
-    others = [c for c in live if c.connector.get("connection_key") != str(context.job.id)]
-    if others or destination.attachments:
+    if _of_others(context, live) or destination.attachments:
         raise errors.VolumeIsBusy(
             f"volume {destination.id} has connections or attachments; end them first",
             volume_id=str(destination.id),

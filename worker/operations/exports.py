@@ -1,5 +1,6 @@
 """create_export, ensure_export, remove_export."""
 
+import contextlib
 import pathlib
 from collections.abc import Mapping
 from typing import Final
@@ -7,7 +8,7 @@ from typing import Final
 from messages import errors, requests
 from worker import backend as backends
 from worker.operations import base
-from worker.store import connections, jobs, volumes
+from worker.store import connections, database, jobs, volumes
 
 
 def path_of(backend: backends.Backend, volume: volumes.Volume) -> pathlib.Path:
@@ -18,7 +19,10 @@ def path_of(backend: backends.Backend, volume: volumes.Volume) -> pathlib.Path:
 
 
 async def make(
-    context: base.Context, backend: backends.Backend, volume: volumes.Volume, export: str
+    context: base.Context,
+    backend: backends.Backend,
+    volume: volumes.Volume,
+    export: volumes.Export,
 ) -> None:
     """Exports a volume, recorded first; undone if it fails."""
     await volumes.set_export(context.store, context.job, volume.id, export)
@@ -27,23 +31,37 @@ async def make(
             base.reference(volume), path_of(backend, volume)
         )
     except BaseException:
-        if volume.export == "none":
-            await remove(context, backend, volume)
+        # Without the lease it is the next attempt's to undo.
+        with contextlib.suppress(database.LeaseLost):
+            await _unmake(context, backend, volume)
         raise
     await volumes.set_export(context.store, context.job, volume.id, export, location)
 
 
+async def _unmake(context: base.Context, backend: backends.Backend, before: volumes.Volume) -> None:
+    if before.export is volumes.Export.NONE:
+        await remove(context, backend, before)
+    else:
+        await volumes.set_export(context.store, context.job, before.id, before.export)
+
+
 async def remove(context: base.Context, backend: backends.Backend, volume: volumes.Volume) -> None:
-    """Ends a volume's export; the record goes last."""
+    """Ends a volume's export; the record goes last.
+
+    Raises:
+        LeaseLost: the job is no longer this worker's; the target was told nothing.
+    """
+    # Nobody asks for it any more: where the target fails now, the sweep ends it later.
+    await volumes.set_export(context.store, context.job, volume.id, volumes.Export.IMPLICIT)
     await backend.target.remove_export(base.reference(volume))
-    await volumes.set_export(context.store, context.job, volume.id, "none")
+    await volumes.set_export(context.store, context.job, volume.id, volumes.Export.NONE)
 
 
 async def _create(context: base.Context) -> base.Outcome:
     args: requests.VolumeOnly = context.args
     volume = await context.volume(args.volume_id)
     async with context.backend.serving.together():
-        await make(context, context.backend, volume, "explicit")
+        await make(context, context.backend, volume, volumes.Export.EXPLICIT)
     return base.Outcome(change=jobs.VolumeChange(volume.id))
 
 
@@ -51,7 +69,8 @@ async def _ensure(context: base.Context) -> base.Outcome:
     args: requests.VolumeOnly = context.args
     volume = await context.volume(args.volume_id)
     # What a connection asked for stays tied to it; what nobody asked for is asked for now.
-    export = "explicit" if volume.export == "none" else volume.export
+    asked = volumes.Export.EXPLICIT
+    export = asked if volume.export is volumes.Export.NONE else volume.export
     async with context.backend.serving.together():
         await make(context, context.backend, volume, export)
     return base.Outcome(change=jobs.VolumeChange(volume.id))
@@ -64,7 +83,7 @@ async def _remove(context: base.Context) -> base.Outcome:
         raise errors.VolumeIsBusy(
             f"volume {volume.id} has connections; end them first", volume_id=str(volume.id)
         )
-    if volume.export == "none":
+    if volume.export is volumes.Export.NONE:
         return base.Outcome(result={})
     async with context.backend.serving.together():
         await remove(context, context.backend, volume)

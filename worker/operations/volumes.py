@@ -57,7 +57,7 @@ async def _delete(context: base.Context) -> base.Outcome:
     await _require_idle(context, args.volume_id)
     volume = await context.take(args.volume_id, VolumeStatus.DELETING, allowed=_DELETABLE)
     reference = base.reference(volume)
-    if volume.export != "none":
+    if volume.export is not volumes.Export.NONE:
         async with backend.serving.together():
             await backend.target.remove_export(reference)
     await backend.driver.delete_volume(reference)

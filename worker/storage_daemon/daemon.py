@@ -24,7 +24,7 @@ import structlog
 from qemu import qmp
 
 from messages import errors, redaction
-from worker import process
+from worker import durable, process
 from worker.storage_daemon import record
 
 log = structlog.get_logger(__name__)
@@ -102,9 +102,9 @@ class StorageDaemon:
         """
         await self.stop()
         # Written before there is a process: however this ends, its socket can be found.
-        record.make_private(self._folder)
+        durable.make_private(self._folder)
         sockets = record.make_sockets_folder(self._folder)
-        self._save(record.Record(sockets, configuration, boot_id=record.boot_id()))
+        await self._save(record.Record(sockets, configuration, boot_id=record.boot_id()))
         command = [PROGRAM, *_monitor_arguments(sockets), *arguments]
         try:
             if outlives_worker:
@@ -185,8 +185,8 @@ class StorageDaemon:
     async def add_secret(self, name: str, value: str) -> None:
         """Makes a QEMU ``secret`` object; the value passes through a file, never an argument."""
         path = self._folder / f"secret-{uuid.uuid4().hex}"
-        record.write_private(path, value.encode())
         try:
+            await durable.write(path, value.encode())
             secret = {"qom-type": "secret", "id": name, "file": str(path), "format": "raw"}
             await self.execute("object-add", secret)
         finally:
@@ -262,22 +262,48 @@ class StorageDaemon:
         recorded = self._record
         with contextlib.ExitStack() as stack:
             peer = stack.enter_context(socket.socket(socket.AF_UNIX))
-            peer.connect(str(recorded.sockets / "qmp"))
-            peer.settimeout(0)
+            await _reach(peer, recorded.sockets / "qmp")
             pid = _peer_pid(peer)
             started = process.start_time(pid)
             if started is None or (
                 recorded.pid and (recorded.pid, recorded.started) != (pid, started)
             ):
                 raise ProcessLookupError(f"process {recorded.pid} does not run any more")
-            self._save(dataclasses.replace(recorded, pid=pid, started=started))
+            await self._save(dataclasses.replace(recorded, pid=pid, started=started))
             self._client = await _open_session(peer)
             stack.pop_all()
 
-    def _save(self, recorded: record.Record) -> None:
+    async def _save(self, recorded: record.Record) -> None:
         if recorded != self._record:
-            record.write(self._folder, recorded)
+            await record.write(self._folder, recorded)
             self._record = recorded
+
+
+async def _reach(peer: socket.socket, path: pathlib.Path) -> None:
+    """Connects without holding up the event loop, which a full backlog would: it takes one client.
+
+    Raises:
+        OSError: nobody listens.
+        TargetError: it listens but takes nobody.
+    """
+    peer.settimeout(0)
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + CONNECT_TIMEOUT
+    while True:
+        try:
+            return peer.connect(str(path))
+        except BlockingIOError:
+            # EAGAIN of a unix socket: nothing is under way, it has to be tried again.
+            if clock() > deadline:
+                raise _unanswered() from None
+        await asyncio.sleep(POLL_INTERVAL)
+
+
+def _unanswered() -> errors.TargetError:
+    return errors.TargetError(
+        f"{PROGRAM} runs but does not answer within {CONNECT_TIMEOUT:g} s; "
+        "is another program connected to it?"
+    )
 
 
 async def _open_session(peer: socket.socket) -> qmp.QMPClient:
@@ -288,10 +314,7 @@ async def _open_session(peer: socket.socket) -> qmp.QMPClient:
         async with asyncio.timeout(CONNECT_TIMEOUT):
             await client.connect(peer)
     except TimeoutError:
-        raise errors.TargetError(
-            f"{PROGRAM} runs but did not answer within {CONNECT_TIMEOUT:g} s; "
-            "is another program connected to it?"
-        ) from None
+        raise _unanswered() from None
     except (qmp.QMPError, OSError) as error:
         raise ConnectionResetError(f"{PROGRAM} hung up: {error}") from error
     return client

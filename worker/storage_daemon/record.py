@@ -11,6 +11,7 @@ from typing import Final
 import structlog
 
 from messages import errors
+from worker import durable
 
 log = structlog.get_logger(__name__)
 
@@ -52,30 +53,10 @@ def read(folder: pathlib.Path) -> Record | None:
     return found if same_boot else dataclasses.replace(found, pid=None, started=None)
 
 
-def write(folder: pathlib.Path, record: Record) -> None:
+async def write(folder: pathlib.Path, record: Record) -> None:
     """Replaces the record in ``folder``: whoever reads sees the old one or the new one, whole."""
     members = {**dataclasses.asdict(record), "sockets": str(record.sockets)}
-    write_private(folder / _FILE, json.dumps(members).encode())
-
-
-def write_private(path: pathlib.Path, content: bytes) -> None:
-    """Replaces a file atomically and durably with one that only its owner can read.
-
-    Raises:
-        TargetError: it cannot be written, for want of space or rights.
-    """
-    temporary: str | None = None
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        pathlib.Path(temporary).replace(path)
-    except OSError as error:
-        if temporary is not None:
-            pathlib.Path(temporary).unlink(missing_ok=True)
-        raise errors.TargetError(f"{path} cannot be written: {error.strerror}") from error
+    await durable.write(folder / _FILE, json.dumps(members).encode())
 
 
 def boot_id() -> str:
@@ -83,25 +64,12 @@ def boot_id() -> str:
     return _BOOT_ID.read_text().strip()
 
 
-def make_private(folder: pathlib.Path) -> None:
-    """Makes a folder, with those above it, that only its owner can enter.
-
-    Raises:
-        TargetError: it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
-    except OSError as error:
-        raise errors.TargetError(f"{folder} cannot be made: {error.strerror}") from error
-
-
 def make_sockets_folder(folder: pathlib.Path) -> pathlib.Path:
     """A folder for sockets: in ``folder``, or, where that is too long a path, a short one."""
     if len(os.fsencode(folder)) + len(LONGEST_SOCKET_NAME) <= SOCKET_PATH_LIMIT:
         sockets = folder / "sockets"
         shutil.rmtree(sockets, ignore_errors=True)
-        make_private(sockets)
+        durable.make_private(sockets)
         return sockets
     try:
         return pathlib.Path(tempfile.mkdtemp(prefix="volume-worker-", dir=_short_folder()))

@@ -40,7 +40,7 @@ class Server:
         Raises:
             TargetError: it cannot be opened.
         """
-        driver = _driver_for(path)
+        driver = await asyncio.to_thread(_driver_for, path)
         # The worker's records say who may use a volume; QEMU's locks would keep drivers and
         # several readers out. Without discard a hole that is punched would keep the old data.
         common = {"discard": "unmap", "auto-read-only": True}

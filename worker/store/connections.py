@@ -2,12 +2,22 @@
 
 import copy
 import dataclasses
+import enum
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from messages import errors, redaction, requests, resources
 from worker.store import database, jobs, volumes
+
+
+class State(enum.StrEnum):
+    """How far a connection has come."""
+
+    MAKING = "making"
+    LIVE = "live"
+    ENDING = "ending"
+    ENDED = "ended"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,7 +28,7 @@ class Connection:
     volume_id: uuid.UUID
     connector: Mapping[str, Any]
     access_mode: resources.AccessMode
-    state: str
+    state: State
     is_local: bool
     driver_volume_type: str | None
     data: Mapping[str, Any] | None
@@ -29,6 +39,7 @@ class Connection:
 def _from_row(row: Mapping[str, Any]) -> Connection:
     values = {field.name: row[field.name] for field in dataclasses.fields(Connection)}
     values["access_mode"] = resources.AccessMode(row["access_mode"])
+    values["state"] = State(row["state"])
     return Connection(**values)
 
 
@@ -143,10 +154,14 @@ async def of_volume(store: database.Database, volume_id: uuid.UUID) -> list[Conn
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leftover:
-    """A connection that no job will end any more; without an id, an export that nobody needs."""
+    """A connection that no job will end any more.
+
+    Or one that has ended and whose export has stayed, which ending it again takes along if nobody
+    else needs it by then.
+    """
 
     volume_id: uuid.UUID
-    connection_id: uuid.UUID | None
+    connection_id: uuid.UUID
 
 
 async def leftovers(store: database.Database, address: str) -> list[Leftover]:

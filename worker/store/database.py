@@ -38,6 +38,11 @@ _AWAY: Final = (
 )
 
 
+_IN_TROUBLE: Final = ("40", "53", "55", "57", "58")
+"""SQLSTATE classes that say nothing against the statement: conflicts of transactions, resources
+that ran out, an object or a server that is not ready, system errors (PostgreSQL, appendix A)."""
+
+
 class LeaseLost(Exception):
     """The job's lease ran out, and another worker may have it: whatever this one does is void."""
 
@@ -91,6 +96,10 @@ class Database:
         except _AWAY as error:
             await self._pool.expire_connections()
             raise errors.Unreachable(f"the database does not answer: {error}") from error
+        except asyncpg.PostgresError as error:
+            if str(error.sqlstate)[:2] in _IN_TROUBLE:
+                raise errors.Unreachable(f"the database is in trouble: {error}") from error
+            raise
 
     async def close(self) -> None:
         """Closes the pool, in bounded time."""

@@ -231,11 +231,11 @@ async def claim(
     return [from_row(row) for row in rows]
 
 
-async def renew(
-    store: database.Database, *, owner: uuid.UUID, ids: Sequence[uuid.UUID], lease: float
-) -> set[uuid.UUID]:
-    """Keeps leases; returns the jobs that are still the owner's."""
-    return {row["id"] for row in await store.fetch("renew_leases", owner, ids, lease)}
+async def renew(store: database.Database, held: Sequence[Job], *, lease: float) -> set[uuid.UUID]:
+    """Keeps leases for ``lease`` seconds more; returns the jobs that are still held."""
+    ids = [job.id for job in held]
+    tokens = [job.lease_token for job in held]
+    return {row["id"] for row in await store.fetch("renew_leases", lease, ids, tokens)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

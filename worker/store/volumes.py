@@ -1,5 +1,6 @@
 """Volumes and attachments: their records and their statuses."""
 
+import enum
 import uuid
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -9,11 +10,28 @@ from messages.resources import VolumeStatus
 from worker.store import database, jobs
 
 
+class Export(enum.StrEnum):
+    """Who asked for a volume's export."""
+
+    NONE = "none"
+    IMPLICIT = "implicit"
+    """A connection: it goes with the last one."""
+    EXPLICIT = "explicit"
+    """``create_export``: it stays until it is removed."""
+
+
+class AttachmentStatus(enum.StrEnum):
+    """How far an attachment has come."""
+
+    ATTACHING = "attaching"
+    ATTACHED = "attached"
+
+
 class Volume(resources.Volume):
     """A volume's record with what only workers use of it."""
 
     seq: int
-    export: str
+    export: Export
     created_by: uuid.UUID
     status_job: uuid.UUID | None
     previous_status: VolumeStatus | None
@@ -156,10 +174,10 @@ async def set_export(
     store: database.Database,
     job: jobs.Job,
     volume_id: uuid.UUID,
-    export: str,
+    export: Export,
     provider_location: str | None = None,
 ) -> Volume:
-    """Records who asked for the export: ``none``, ``implicit`` or ``explicit``.
+    """Records who asked for the export.
 
     Raises:
         LeaseLost: the job is no longer this worker's.
@@ -201,7 +219,7 @@ async def begin_attachment(
 
 
 async def set_attachment(
-    store: database.Database, job: jobs.Job, attachment_id: uuid.UUID, status: str
+    store: database.Database, job: jobs.Job, attachment_id: uuid.UUID, status: AttachmentStatus
 ) -> resources.Attachment:
     """Changes an attachment's status.
 

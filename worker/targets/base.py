@@ -27,6 +27,10 @@ class AccessMode(enum.StrEnum):
     READ_ONLY = "ro"
 
 
+class ServedElsewhere(errors.TargetError):
+    """Another worker process of this host drives the target; this one stands by."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Connection:
     """One connector's right to one volume."""

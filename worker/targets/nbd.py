@@ -134,7 +134,7 @@ class NbdTarget(base.Target):
         """See :meth:`worker.targets.base.Target.remove_export`."""
         async with self._mutex:
             self._served.pop(volume.id, None)
-            self._write_keys()
+            await self._write_keys()
             if not self._served:
                 await self._daemon.stop()
             elif await self._reach():
@@ -185,7 +185,7 @@ class NbdTarget(base.Target):
     ) -> None:
         served = self._served.setdefault(volume_id, _Served(path))
         served.connections[connection.id] = connection
-        self._write_keys()
+        await self._write_keys()
         exports = await self._server.exports()
         if _export_id(connection) in exports:
             return
@@ -205,7 +205,7 @@ class NbdTarget(base.Target):
     async def _withdraw(self, volume_id: uuid.UUID, connection_id: uuid.UUID) -> None:
         if served := self._served.get(volume_id):
             served.connections.pop(connection_id, None)
-        self._write_keys()
+        await self._write_keys()
         if not await self._reach():
             return
         # What the daemon says counts, not what is remembered: an earlier try may have failed.
@@ -244,7 +244,7 @@ class NbdTarget(base.Target):
     async def _connect(self) -> None:
         if await self._reach():
             return
-        self._write_keys()
+        await self._write_keys()
         try:
             await self._daemon.start(
                 *self._arguments(), outlives_worker=True, configuration=self._configuration
@@ -264,7 +264,7 @@ class NbdTarget(base.Target):
 
     async def _reconcile(self) -> dict[uuid.UUID, errors.VolumeWorkerError]:
         """Makes the daemon serve what has to be served, and nothing else."""
-        self._write_keys()
+        await self._write_keys()
         wanted = {
             _export_id(connection)
             for served in self._served.values()
@@ -303,9 +303,9 @@ class NbdTarget(base.Target):
         credentials = daemon.json_argument(self._keys.server_object(_TLS))
         return "--object", credentials, "--nbd-server", f"{listen},tls-creds={_TLS}"
 
-    def _write_keys(self) -> None:
+    async def _write_keys(self) -> None:
         if self._tls:
-            self._keys.write(
+            await self._keys.write(
                 connection.credentials
                 for served in self._served.values()
                 for connection in served.connections.values()
@@ -333,7 +333,7 @@ def _lock(path: pathlib.Path) -> int:
         if handle is not None:
             os.close(handle)
         if isinstance(error, BlockingIOError):
-            raise errors.TargetError(
+            raise base.ServedElsewhere(
                 f"another worker process of this host drives the NBD server; {path} is locked"
             ) from None
         raise errors.TargetError(f"{path} cannot be locked: {error.strerror}") from error

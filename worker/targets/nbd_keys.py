@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from worker.storage_daemon import record
+from worker import durable
 
 # ffdhe2048 of RFC 7919, appendix A.1. Without it QEMU looks for a prime of its own at every start,
 # which takes seconds.
@@ -39,7 +39,7 @@ class Keys:
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder.absolute()
 
-    def write(self, credentials: Iterable[Mapping[str, str]]) -> None:
+    async def write(self, credentials: Iterable[Mapping[str, str]]) -> None:
         """Lets in who has one of these credentials, and nobody else.
 
         GnuTLS reads the file in each handshake: a new key counts at once, as does the lack of one.
@@ -47,12 +47,12 @@ class Keys:
         Raises:
             TargetError: the file cannot be written.
         """
-        record.make_private(self._folder)
+        durable.make_private(self._folder)
         parameters = self._folder / "dh-params.pem"
         if not parameters.exists():
-            record.write_private(parameters, DH_PARAMETERS)
+            await durable.write(parameters, DH_PARAMETERS)
         lines = sorted(f"{each['username']}:{each['psk_key']}\n" for each in credentials)
-        record.write_private(self._folder / "keys.psk", "".join(lines).encode())
+        await durable.write(self._folder / "keys.psk", "".join(lines).encode())
 
     def server_object(self, name: str) -> Mapping[str, str]:
         """QEMU's object with these keys, for a server."""

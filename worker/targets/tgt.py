@@ -20,6 +20,7 @@ import pydantic
 import structlog
 
 from messages import errors
+from worker import durable
 from worker.drivers import base as drivers
 from worker.targets import base, iscsi, tgtadm
 
@@ -175,7 +176,7 @@ class TgtTarget(iscsi.IscsiTarget):
     ) -> None:
         """Makes a target as far as it is not there; one that was not made whole is removed."""
         user = self.account(connection)[0] if connection else None
-        self._records.add(iqn, user)
+        await self._records.add(iqn, user)
         target = await self._target(iqn)
         if connection is None or not _lets_in(target, connection, user):
             try:
@@ -301,7 +302,7 @@ class TgtTarget(iscsi.IscsiTarget):
 class _Records:
     """Which targets this backend has made: a file for each, with its account's name.
 
-    tgtd forgets its targets when the machine stops, so nothing has to be synced to the disk.
+    One that cannot be read counts as one without an account.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -324,17 +325,23 @@ class _Records:
             return 0.0
 
     def user(self, iqn: str) -> str | None:
-        try:
-            user = json.loads((self._folder / iqn).read_text())["user"]
-        except FileNotFoundError:
-            return None
+        user = self._members(iqn).get("user")
         return None if user is None else str(user)
 
-    def add(self, iqn: str, user: str | None) -> None:
-        if not self.has(iqn):
-            draft = self._folder / f".{iqn}.{os.getpid()}"
-            draft.write_text(json.dumps({"user": user}))
-            draft.rename(self._folder / iqn)
+    async def add(self, iqn: str, user: str | None) -> None:
+        if "user" not in self._members(iqn):
+            await durable.write(self._folder / iqn, json.dumps({"user": user}).encode())
+
+    def _members(self, iqn: str) -> Mapping[str, object]:
+        path = self._folder / iqn
+        try:
+            members = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            log.warning("target.record_unreadable", path=str(path), error=str(error))
+            return {}
+        return members if isinstance(members, dict) else {}
 
     def remove(self, iqn: str) -> None:
         (self._folder / iqn).unlink(missing_ok=True)

@@ -1,13 +1,15 @@
 """Logging: one JSON line an event, or lines for people.
 
-Event names and keys are an interface. Every line goes through redaction, so that no secret is
-shown whatever was logged.
+Event names and keys are an interface. Every line goes through redaction: members named like a
+secret are masked, and in texts, at any depth, the values that stand behind such a name. A secret
+that nothing names cannot be known for one here: whoever has it must not log it.
 """
 
 import enum
+import json
 import logging
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, TextIO
 
 import structlog
@@ -68,7 +70,32 @@ def _redact(
     _logger: Any, _method: str, event: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
     masked: dict[str, Any] = redaction.mask_tree(event)
-    return {
-        key: redaction.mask_text(value) if isinstance(value, str) else value
-        for key, value in masked.items()
-    }
+    # Those with _ are the logging machinery's own, and are taken out before a line is made.
+    return {key: value if key.startswith("_") else _mask(value) for key, value in masked.items()}
+
+
+def _mask(value: Any) -> Any:
+    """What is logged, with no text in it, at any depth, that shows a value named like a secret."""
+    match value:
+        case None | bool() | int() | float():
+            return value
+        case str():
+            return redaction.mask_text(value)
+        case Mapping():
+            return {name: _mask(member) for name, member in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return _mask_members([_mask(member) for member in value])
+        case _:
+            # What the renderer would print of it.
+            return redaction.mask_text(repr(value))
+
+
+def _mask_members(members: list[Any]) -> Any:
+    # A program's arguments: the secret is a member of its own, behind the one that names it.
+    if not members or not all(isinstance(member, str) for member in members):
+        return members
+    text = redaction.mask_text(json.dumps(members))
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

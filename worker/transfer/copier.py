@@ -99,7 +99,6 @@ def _copy(request: dict[str, Any], throttle: pace.Throttle) -> dict[str, Any]:
         "total_bytes": size,
         "copied_bytes": meter.copied,
         "zeroed_bytes": meter.zeroed,
-        "resumed_from_bytes": 0,
         "seconds": round(time.monotonic() - started, 3),
         "digest": text,
     }

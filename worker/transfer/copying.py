@@ -40,6 +40,8 @@ class Copied:
     digest: str | None
     """Of the destination's first ``total_bytes`` as read back; None where it was not verified."""
     resumed_from_bytes: int = 0
+    """Part of the contract's result. Always 0: a copy keeps no mark of how far it came, so one that
+    is tried again begins anew."""
 
 
 class Rate:

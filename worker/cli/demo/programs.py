@@ -1,6 +1,7 @@
 """The processes of the demo: workers and a private tgtd. All end with it at the latest."""
 
 import asyncio
+import collections
 import contextlib
 import http.client
 import os
@@ -21,6 +22,8 @@ from worker.cli.demo import failure
 READY_TIMEOUT: Final = 30.0
 """Seconds."""
 STOP_TIMEOUT: Final = 30.0
+KEPT_LINES: Final = 5000
+"""Of a worker's log."""
 _SHORT_PATH: Final = 90
 """Bytes of a folder in which a socket can be made; sun_path has 108, unix(7)."""
 
@@ -50,6 +53,8 @@ class Worker:
         self._execute = execute
         self._http_port = http_port
         self._child: process.Child | None = None
+        self._lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
+        self._reading: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
@@ -59,8 +64,8 @@ class Worker:
 
     @property
     def log(self) -> str:
-        """The end of what it logged."""
-        return self._child.stderr if self._child else ""
+        """The end of what it logged, and then what kept it from running."""
+        return "\n".join([*self._lines, self._child.stderr if self._child else ""])
 
     async def start(self, env: Mapping[str, str]) -> None:
         """Starts it, and waits until it says that it is ready.
@@ -70,6 +75,7 @@ class Worker:
         """
         command = [sys.executable, "-P", "-m", "worker.cli", "run", "--config", str(self.config)]
         self._child = await self._execute.start(*command, env=env)
+        self._reading = asyncio.create_task(self._read(self._child))
         deadline = time.monotonic() + READY_TIMEOUT
         while not await asyncio.to_thread(self._is_ready):
             if self._child.exit_code is not None:
@@ -116,6 +122,18 @@ class Worker:
                 await self._child.stop(grace=10.0)
             else:
                 await self._child.stop(grace=0.1)
+        if self._reading is not None:
+            await asyncio.wait([self._reading], timeout=1)
+            self._reading.cancel()
+
+    async def _read(self, child: process.Child) -> None:
+        # Also so that the worker never waits for room in the pipe of its log.
+        while True:
+            # A line longer than the reader's buffer is left away; the next one is read again.
+            with contextlib.suppress(ValueError):
+                async for line in child.lines():
+                    self._lines.append(line.decode(errors="replace"))
+                return
 
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self._http_port, timeout=2)
