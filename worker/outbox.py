@@ -3,7 +3,8 @@
 What must not be lost (a job's end, a volume's last word, a dead letter) stands in the outbox table
 until the broker has confirmed it; what a later word always follows (``running``, ``creating``,
 progress) is only said. Of an object's events only the newest of a batch is sent, and events wait a
-moment for a newer one; replies do not wait.
+moment for a newer one. Replies do not wait, and the events of what they answer go before them: who
+has a reply may go on, and cause the next event at another host.
 """
 
 import asyncio
@@ -74,6 +75,8 @@ class Outbox:
         self._addresses = addresses
         self._replies: list[_Item] = []
         self._events: dict[str, _Item] = {}
+        self._due: set[str] = set()
+        """What events are about that must not wait."""
         self._open: set[int] = set()
         self._told: list[int] = []
         self._wake = asyncio.Event()
@@ -135,20 +138,26 @@ class Outbox:
 
     async def _tell_job(self, entry: outbox_store.Entry, job: jobs.Job) -> None:
         parcel = _Parcel(entry.id, parts=1)
-        if job.reply_to:
-            parcel.parts += 1
-            self._reply(job, await self._result(job), replies.ReplyType.RESULT, parcel)
+        result = await self._result(job) if job.reply_to else None
         if not entry.reply_only:
-            if _is_dead_letter(job):
-                parcel.parts += 1
-                self._replies.append(self._dead_letter(job, parcel))
-            if entry.event is not None:
-                parcel.parts += 1
-                self._say_volume_event(entry.event, parcel)
+            self._say_end(entry, job, parcel)
+        if result is not None:
             parcel.parts += 1
-            self._say_job_event(job, parcel)
+            self._reply(job, result, replies.ReplyType.RESULT, parcel)
         self._settle(parcel)
         self._wake.set()
+
+    def _say_end(self, entry: outbox_store.Entry, job: jobs.Job, parcel: _Parcel) -> None:
+        if _is_dead_letter(job):
+            parcel.parts += 1
+            self._replies.append(self._dead_letter(job, parcel))
+        parcel.parts += 1
+        subjects = {self._say_job_event(job, parcel)}
+        if entry.event is not None:
+            parcel.parts += 1
+            subjects.add(self._say_volume_event(entry.event, parcel))
+        if job.reply_to:
+            self._due |= subjects
 
     async def _result(self, job: jobs.Job) -> dict[str, Any]:
         if job.error is not None and job.state is not resources.JobState.SUCCEEDED:
@@ -158,7 +167,7 @@ class Outbox:
             return replies.result(job.id, job.method, result)
         # The secrets are kept with the connection alone, and go with it.
         connection = await connections.find(self._store, job.connection_id)
-        if connection is None or connection.state != "live":
+        if connection is None or connection.state is not connections.State.LIVE:
             gone = errors.ConnectionNotFound("the connection has ended since")
             return replies.failure(job.id, job.method, gone)
         result["data"] = connections.with_secrets(connection)
@@ -196,18 +205,19 @@ class Outbox:
         )
         self._wake.set()
 
-    def _say_job_event(self, job: jobs.Job, parcel: _Parcel | None) -> None:
+    def _say_job_event(self, job: jobs.Job, parcel: _Parcel | None) -> str:
         body = {"at": _now(), "seq": job.version, "job": job.to_wire()}
-        self._event(f"job:{job.id}", self._names.job_event(job.id, job.state), body, parcel)
+        key = self._names.job_event(job.id, job.state)
+        return self._event(f"job:{job.id}", key, body, parcel)
 
-    def _say_volume_event(self, event: Mapping[str, Any], parcel: _Parcel | None) -> None:
+    def _say_volume_event(self, event: Mapping[str, Any], parcel: _Parcel | None) -> str:
         volume = event["volume"]
         key = self._names.volume_event(volume["id"], volume["status"])
-        self._event(f"volume:{volume['id']}", key, event, parcel)
+        return self._event(f"volume:{volume['id']}", key, event, parcel)
 
     def _event(
         self, subject: str, routing_key: str, body: Mapping[str, Any], parcel: _Parcel | None
-    ) -> None:
+    ) -> str:
         message = aio_pika.Message(
             json.dumps(body).encode(),
             content_type=envelope.CONTENT_TYPE,
@@ -226,6 +236,7 @@ class Outbox:
         if overtaken is not None and overtaken.parcel is not None:
             self._settle(overtaken.parcel)
         self._wake.set()
+        return subject
 
     # Publishing
 
@@ -249,17 +260,25 @@ class Outbox:
         events_at = 0.0
         while True:
             await self._wait_for_work(events_at)
-            batch, self._replies = self._replies[:BATCH], self._replies[BATCH:]
-            if self._events and loop.time() >= events_at:
-                # The cut is here: an event that comes from now on belongs to the next batch.
-                batch.extend(self._events.values())
-                self._events = {}
+            batch = self._take_events(all_of_them=loop.time() >= events_at)
+            if batch and not self._events:
                 events_at = loop.time() + LINGER
+            batch += self._replies[:BATCH]
+            self._replies = self._replies[BATCH:]
             kept = await self._publish_batch(batch)
             await self._forget_told()
             if kept:
                 self._keep(kept)
                 await asyncio.sleep(0.5)
+
+    def _take_events(self, *, all_of_them: bool) -> list[_Item]:
+        """The events of the next batch; one that comes from now on belongs to a later one."""
+        if all_of_them:
+            taken, self._events = list(self._events.values()), {}
+        else:
+            taken = [self._events.pop(one) for one in self._due if one in self._events]
+        self._due = set()
+        return taken
 
     async def _forget_told(self) -> None:
         told, self._told = self._told, []

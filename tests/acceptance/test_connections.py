@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import pathlib
 import uuid
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.acceptance.conftest import Hosts
-from tests.services import clients
+from tests.services import amqp, clients, workers
 from tests.services import tgtd as tgtd_service
 from tests.services.volumes import INITIATOR, MIB
 
@@ -389,3 +390,30 @@ async def test_many_connections_at_once_are_each_made_once(hosts: Hosts) -> None
         *(hosts.volumes.disconnect(volume, info["connection_id"]) for info in infos)
     )
     assert (await hosts.volumes.record(volume))["exported"] is False
+
+
+@pytest.mark.parametrize("done", ["deleted", "cut short", "a link"])
+async def test_a_volume_whose_file_was_tampered_with_lets_nobody_in(
+    start_worker: workers.Starter, caller: amqp.Caller, tmp_path: pathlib.Path, done: str
+) -> None:
+    worker = await start_worker("host-a", max_attempts=1)
+    new = {"volume": {"name": "v", "size_bytes": MIB}}
+    volume = await caller.call("create_volume", worker.at("fast"), new)
+    [path] = worker.folder.rglob(f"volume-{volume['id']}")
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"secret" * MIB)
+    match done:
+        case "deleted":
+            path.unlink()
+        case "cut short":
+            os.truncate(path, MIB // 2)
+        case _:
+            path.unlink()
+            path.symlink_to(outside)
+    for local in (True, False):
+        connector = {"host": "host-a", "do_local_attach": local}
+        args = {"volume_id": volume["id"], "connector": connector}
+        error = await caller.fails("initialize_connection", worker.at("fast"), args)
+        assert error.code == "DeviceUnavailable"
+    record = await caller.call("get_volume", worker.at("fast"), {"volume_id": volume["id"]})
+    assert (record["connections"], record["exported"]) == ([], False)

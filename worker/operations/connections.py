@@ -27,6 +27,7 @@ async def connect(
     is_local = connector.do_local_attach and connector.host == context.host
     if not is_local:
         backend.target.validate_connector(connector.properties())
+    await _require_there(backend, volume)
     connection = await connections.begin(
         context.store,
         context.job,
@@ -101,6 +102,21 @@ def as_target_sees(connection: connections.Connection) -> targets.Connection:
         access_mode=targets.AccessMode(connection.access_mode),
         credentials=(connection.credentials or {}).get("made", {}),
     )
+
+
+async def _require_there(backend: backends.Backend, volume: volumes.Volume) -> None:
+    """Looks whether the storage has what the record says, before anybody is let in to it.
+
+    Raises:
+        DeviceUnavailable: it has not, or something else in its place.
+    """
+    size = await backend.driver.find_volume(base.reference(volume))
+    if size is None or size < volume.size_bytes:
+        raise errors.DeviceUnavailable(
+            f"volume {volume.id} should have {volume.size_bytes} bytes, and its storage has "
+            f"{'none of it' if size is None else size}: look what became of it there",
+            volume_id=str(volume.id),
+        )
 
 
 async def _serve(
