@@ -92,6 +92,7 @@ class Client:
         self._publisher = link.Publisher(url, name)
         self._replies = link.Link(url, f"{name} (replies)", self._consume_replies)
         self._lost = asyncio.Event()
+        """Set once replies that went to the present connection may have been lost."""
         self._queue: aio_pika.abc.AbstractQueue | None = None
         self._consumer_tag = ""
         self._may_have_queue = False
@@ -175,7 +176,7 @@ class Client:
         except TimeoutError:
             # What came in time is told, even where the callback was not done with its status.
             if not call.result.done():
-                raise _too_late(call, identity, timeout) from None
+                raise self._too_late(call, identity, timeout) from None
         finally:
             del self._calls[correlation]
         return _unpack(call.result.result())
@@ -186,9 +187,11 @@ class Client:
         try:
             while not call.result.done():
                 await self._replies.ready()
+                # Those of this connection, and not of one that has come while this was being sent.
+                lost = self._lost
                 if await self._send(message, address):
                     call.sent = True
-                    await self._result_or_loss(call)
+                    await _result_or_loss(call, lost)
             await telling
         finally:
             telling.cancel()
@@ -214,7 +217,7 @@ class Client:
             async with asyncio.timeout(timeout):
                 await self._while_linked(self._send_at_last(message, address))
         except TimeoutError:
-            raise _not_taken(timeout) from None
+            raise self._not_taken(timeout) from None
         return identity
 
     async def _while_linked(self, work: Coroutine[Any, Any, None]) -> None:
@@ -268,6 +271,23 @@ class Client:
             correlation_id=correlation_id,
         )
 
+    def _not_taken(self, timeout: float) -> errors.Unreachable:
+        why = self._publisher.link.trouble or self._replies.trouble
+        return errors.Unreachable(
+            f"the broker took no request within {timeout:g} s; is broker_url right?"
+            + (f" Last: {why}" if why else "")
+        )
+
+    def _too_late(
+        self, call: _Call, identity: uuid.UUID, timeout: float
+    ) -> errors.VolumeWorkerError:
+        if not call.sent:
+            return self._not_taken(timeout)
+        return errors.ReplyTimeout(
+            f"no result within {timeout:g} s; ask for it with get_job {identity}",
+            job_id=str(identity),
+        )
+
     async def _send_at_last(self, message: aio_pika.Message, address: str) -> None:
         while not await self._send(message, address):
             pass
@@ -289,14 +309,6 @@ class Client:
             return False
         return True
 
-    async def _result_or_loss(self, call: _Call) -> None:
-        """Waits for the result, or until replies may have been lost."""
-        lost: asyncio.Task[Any] = asyncio.create_task(self._lost.wait())
-        try:
-            await asyncio.wait([call.result, lost], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            lost.cancel()
-
     async def _consume_replies(self, connection: aio_pika.abc.AbstractConnection) -> None:
         channel = await connection.channel()
         await channel.set_qos(prefetch_count=100)
@@ -304,9 +316,14 @@ class Client:
         self._queue = await channel.declare_queue(
             self._reply_queue, durable=True, arguments={"x-expires": REPLY_QUEUE_EXPIRES}
         )
-        self._lost.clear()
-        connection.close_callbacks.add(lambda *_: self._lost.set())
+        lost = self._lost = asyncio.Event()
+        connection.close_callbacks.add(lambda *_: lost.set())
         self._consumer_tag = await self._queue.consume(self._take_reply, no_ack=True)
+        # A queue that is deleted takes its consumer along, and a channel that the broker closes
+        # too: start over, with every call that waits.
+        channel.close_callbacks.add(lambda *_: asyncio.ensure_future(connection.close()))
+        underlay = await channel.get_underlay_channel()
+        underlay.on_consumer_cancel_callbacks.add(lambda _: connection.close())
 
     async def _take_reply(self, message: aio_pika.abc.AbstractIncomingMessage) -> None:
         call = self._calls.get(message.correlation_id or "")
@@ -323,19 +340,13 @@ class Client:
             call.take_result(body)
 
 
-def _not_taken(timeout: float) -> errors.Unreachable:
-    return errors.Unreachable(
-        f"the broker took no request within {timeout:g} s; is broker_url right?"
-    )
-
-
-def _too_late(call: _Call, identity: uuid.UUID, timeout: float) -> errors.VolumeWorkerError:
-    if not call.sent:
-        return _not_taken(timeout)
-    return errors.ReplyTimeout(
-        f"no result within {timeout:g} s; ask for it with get_job {identity}",
-        job_id=str(identity),
-    )
+async def _result_or_loss(call: _Call, lost: asyncio.Event) -> None:
+    """Waits for the result, or until replies may have been lost."""
+    losing: asyncio.Task[Any] = asyncio.create_task(lost.wait())
+    try:
+        await asyncio.wait([call.result, losing], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        losing.cancel()
 
 
 def _unpack(body: Any) -> Mapping[str, Any]:

@@ -23,9 +23,17 @@ REASON_HEADERS: Final = (
 )
 """Headers that a worker adds to a dead letter."""
 
+REPLAYS: Final = "replays"
+"""Header of the letter of a job that was replayed: how often."""
+HISTORY: Final = "replay-history"
+"""Header beside it: how the newest of its earlier lives ended, the oldest first."""
+
 _BROKERS_HEADERS: Final = re.compile(
     r"x-(death|(first|last)-death-\w+|delivery-count|acquired-count|undecodable)"
 )
+
+_MADE_ANEW: Final = frozenset({*REASON_HEADERS, REPLAYS, HISTORY})
+"""What no letter inherits from an earlier one, so that none grows."""
 
 _PLAIN: Final = (
     "content_type",
@@ -78,7 +86,7 @@ def restore(
     headers = {
         name: value
         for name, value in _decode(properties.get("headers", {"$table": []})).items()
-        if name not in REASON_HEADERS and not _BROKERS_HEADERS.fullmatch(name)
+        if name not in _MADE_ANEW and not _BROKERS_HEADERS.fullmatch(name)
     }
     plain = {name: _decode(properties[name]) for name in _PLAIN if name in properties}
     # The broker checks user_id against the connection's own user, and would refuse the letter.
@@ -91,6 +99,20 @@ def restore(
     )
 
 
+def as_request(
+    message: aio_pika.abc.AbstractIncomingMessage, body: bytes, *, message_id: str
+) -> aio_pika.Message:
+    """A letter as it can be sent to its address again, without the deadline that it had."""
+    again = restore(body, keep_properties(message), {})
+    again.headers.pop("deadline", None)
+    # A caller without a correlation id is answered under its message_id, whatever that was.
+    again.correlation_id = again.correlation_id or again.message_id
+    again.message_id = message_id
+    if body != message.body:
+        again.content_type, again.content_encoding = "application/json", None
+    return again
+
+
 def reason_headers(
     *,
     error: errors.VolumeWorkerError | Mapping[str, Any],
@@ -98,17 +120,36 @@ def reason_headers(
     job_id: object = None,
     attempts: int = 0,
     first_failed_at: datetime.datetime | None = None,
+    history: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The headers that say why a message is a dead letter; they hold no secret."""
+    """The headers that say why a message is a dead letter; they hold no secret.
+
+    ``history`` is of a job that was replayed: ``replays``, how many ``attempts`` those lives had in
+    all, and the newest ``lives``, each with ``code``, ``message``, ``attempts``, ``finished_at``.
+    """
     wire = error.to_wire() if isinstance(error, errors.VolumeWorkerError) else error
     moment = first_failed_at or datetime.datetime.now(datetime.UTC)
-    return {
+    headers: dict[str, Any] = {
         "reason": str(wire["code"]),
         "origin": origin,
         "job-id": None if job_id is None else str(job_id),
         "attempts": attempts,
         "first-failed-at": moment.astimezone(datetime.UTC).isoformat(),
         "last-error": redaction.mask_text(str(wire["message"]))[:1000],
+    }
+    if history is not None:
+        headers["attempts"] = attempts + history["attempts"]
+        headers[REPLAYS] = history["replays"]
+        headers[HISTORY] = [_life(life) for life in history["lives"]]
+    return headers
+
+
+def _life(life: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "reason": str(life["code"]),
+        "attempts": life["attempts"],
+        "failed-at": str(life["finished_at"]),
+        "last-error": redaction.mask_text(str(life["message"]))[:300],
     }
 
 

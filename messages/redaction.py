@@ -5,6 +5,7 @@ stand, and values are replaced for the name they carry (``auth_password``, ``--p
 where nobody said that they were secret.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -34,8 +35,10 @@ def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
     """``text`` with every known secret, and every value named like one, as ``***``."""
     for secret in sorted({s for s in secrets if s}, key=len, reverse=True):
         text = text.replace(secret, MASK)
-    text = _URL_PASSWORD.sub(rf"\g<user>{MASK}@", text)
-    return _NAMED_VALUE.sub(_mask_value, text)
+    if "://" in text:
+        text = _URL_PASSWORD.sub(rf"\g<user>{MASK}@", text)
+    # Most texts name no secret, and finding that out is cheap.
+    return _NAMED_VALUE.sub(_mask_value, text) if _SECRET_NAME.search(text) else text
 
 
 def _mask_value(match: re.Match[str]) -> str:
@@ -49,7 +52,7 @@ def mask_tree(value: Any) -> Any:
     match value:
         case Mapping():
             return {
-                name: MASK if _names_secret(name) and member is not None else mask_tree(member)
+                name: MASK if _names_secret(str(name)) and member is not None else mask_tree(member)
                 for name, member in value.items()
             }
         case list() | tuple():
@@ -58,6 +61,6 @@ def mask_tree(value: Any) -> Any:
             return value
 
 
-def _names_secret(name: object) -> bool:
-    text = str(name)
-    return text not in _HARMLESS_NAMES and _SECRET_NAME.search(text) is not None
+@functools.lru_cache(maxsize=1024)
+def _names_secret(name: str) -> bool:
+    return name not in _HARMLESS_NAMES and _SECRET_NAME.search(name) is not None

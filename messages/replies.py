@@ -28,6 +28,11 @@ def failure(
     return {"job_id": _id(job_id), "method": method, "ok": False, "error": wire}
 
 
+def marked(body: Mapping[str, Any], ending: int) -> dict[str, Any]:
+    """The body of a result of a job's first ending, or of a later one, after a replay."""
+    return {**body, "replayed": True} if ending > 1 else dict(body)
+
+
 def status(job: Mapping[str, Any], at: str) -> dict[str, Any]:
     """The body of a status message about a job."""
     return {

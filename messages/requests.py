@@ -110,6 +110,11 @@ class Connector(pydantic.BaseModel):
         wwpns = sorted(wwpn.lower() for wwpn in self.wwpns or ())
         return (self.initiator or self.nqn or ",".join(wwpns)).lower()
 
+    def is_same_as(self, other: "Connector") -> bool:
+        """Whether both mean the same connection to a volume."""
+        mine = (self.host or "", self.identity, self.connection_key)
+        return mine == (other.host or "", other.identity, other.connection_key)
+
 
 class ValidateConnector(Args):
     connector: Connector
@@ -156,11 +161,24 @@ class CopyVolumeData(Args):
     bytes_per_second: Size | None = None
 
 
+class Reconcile(Args):
+    repair: pydantic.StrictBool = False
+
+
+class GetJob(Args):
+    """With ``offset``, the record's JSON text from that character on; a long one has parts."""
+
+    job_id: Id
+    offset: Annotated[pydantic.StrictInt, pydantic.Field(ge=0)] | None = None
+
+
 class GetVolumeStats(Args):
     refresh: pydantic.StrictBool = False
 
 
-class GetJob(Args):
+class JobOnly(Args):
+    """Arguments of the methods that take a job and nothing else."""
+
     job_id: Id
 
 
@@ -192,6 +210,8 @@ class Kind(enum.Enum):
     """Answered at once from the records; leaves no job."""
     JOB = enum.auto()
     """Stored, then carried out."""
+    UPKEEP = enum.auto()
+    """Carried out at once, beside all jobs; leaves no job itself. Sent again, it is done again."""
     UNSUPPORTED = enum.auto()
     """Part of the contract, answered ``NotSupported`` for now."""
 
@@ -228,7 +248,6 @@ _UNSUPPORTED = [
     "delete_backup",
     "migrate_volume",
     "accept_transfer",
-    "cancel_job",
     "throttle_job",
 ]
 
@@ -255,6 +274,8 @@ METHODS: Final[dict[str, Method]] = {
         Method("detach_volume", DetachVolume, despite_deadline=True),
         Method("copy_volume_data", CopyVolumeData),
         Method("get_volume_stats", GetVolumeStats, only_reads=True),
+        Method("cancel_job", JobOnly, despite_deadline=True),
+        Method("reconcile", Reconcile, Kind.UPKEEP),
         _read("get_volume", VolumeOnly),
         _read("get_job", GetJob),
         _read("list_volumes", ListVolumes),
