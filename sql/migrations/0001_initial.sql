@@ -32,6 +32,8 @@ CREATE TABLE volumes (
     project_id text,
     -- Who asked for the export: nobody, a connection (it goes with the last one), or create_export.
     export text NOT NULL DEFAULT 'none' CHECK (export IN ('none', 'implicit', 'explicit')),
+    -- The job that made it from none.
+    export_job uuid,
     error jsonb,
     -- The job that made the record: its next attempt goes on with it, anybody else's create is refused.
     created_by uuid NOT NULL,
@@ -70,6 +72,8 @@ CREATE TABLE connections (
     access_mode text NOT NULL CHECK (access_mode IN ('rw', 'ro')),
     state text NOT NULL CHECK (state IN ('making', 'live', 'ending', 'ended')),
     is_local boolean NOT NULL,
+    -- The job that began it: that one takes it back where it is cancelled.
+    made_by uuid NOT NULL,
     driver_volume_type text,
     data jsonb,
     -- The only place where a secret is kept.
@@ -95,7 +99,7 @@ CREATE TABLE jobs (
     fingerprint bytea NOT NULL,
     -- The volumes that it is about.
     volume_ids uuid[] NOT NULL,
-    slot text NOT NULL CHECK (slot IN ('control', 'data')),
+    slot text NOT NULL CHECK (slot IN ('control', 'data', 'waiting')),
     state text NOT NULL,
     attempt integer NOT NULL DEFAULT 0,
     run_at timestamptz NOT NULL DEFAULT now(),
@@ -110,8 +114,14 @@ CREATE TABLE jobs (
     parent_job uuid,
     -- Whether its deadline had passed when its attempt began, by this database's clock.
     overdue boolean NOT NULL DEFAULT false,
-    -- Why it is refused although it was stored: found when it was accepted.
+    -- Whether an earlier attempt had begun, and may have left something.
+    resumed boolean NOT NULL DEFAULT false,
+    -- Why it is refused although it was stored: found when it was accepted, or cancelled before it began.
     refusal jsonb,
+    -- Its owner, or whoever takes it up next, is to take back what it did and end it.
+    cancel_requested boolean NOT NULL DEFAULT false,
+    -- The processes that work for it: pid and start time, so that whoever takes it over can end them.
+    children jsonb NOT NULL DEFAULT '[]',
     result jsonb,
     error jsonb,
     progress jsonb,
@@ -119,6 +129,8 @@ CREATE TABLE jobs (
     connection_id uuid,
     edited boolean NOT NULL DEFAULT false,
     endings integer NOT NULL DEFAULT 0,
+    -- Its lives before the last replay: how many, attempts in all, and how the newest of them ended.
+    history jsonb,
     first_failed_at timestamptz,
     created_at timestamptz NOT NULL DEFAULT now(),
     started_at timestamptz,
@@ -128,9 +140,12 @@ CREATE TABLE jobs (
 );
 CREATE INDEX jobs_waiting ON jobs (address, slot, seq) WHERE state = 'queued';
 CREATE INDEX jobs_running ON jobs (lease_until) WHERE state = 'running';
+CREATE INDEX jobs_to_cancel ON jobs (owner) WHERE cancel_requested AND state = 'running';
+CREATE INDEX jobs_by_parent ON jobs (parent_job) WHERE parent_job IS NOT NULL AND finished_at IS NULL;
 CREATE INDEX jobs_by_volume ON jobs USING gin (volume_ids);
 CREATE INDEX jobs_by_acceptance ON jobs (seq);
 CREATE INDEX jobs_by_address ON jobs (address, seq);
+CREATE INDEX jobs_ended_badly ON jobs (state, seq) WHERE state IN ('failed', 'dead', 'cancelled');
 CREATE INDEX jobs_finished ON jobs (finished_at) WHERE finished_at IS NOT NULL;
 
 -- What unfinished jobs need of volumes: x alone, c (connect, attach, …) one at a time beside readers,
@@ -150,7 +165,8 @@ CREATE INDEX job_locks_by_job ON job_locks (job_id);
 -- about a volume, or a message that never became a job. A row goes once the broker has confirmed it.
 CREATE TABLE outbox (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    owner uuid NOT NULL,
+    -- By whoever is about to tell it: what nobody touches is another worker's to tell.
+    touched_at timestamptz NOT NULL DEFAULT now(),
     address text NOT NULL,
     job_id uuid REFERENCES jobs ON DELETE CASCADE,
     reply_only boolean NOT NULL DEFAULT false,
@@ -254,6 +270,22 @@ CREATE FUNCTION must_wait(p_job uuid, p_seq bigint, p_parent uuid) RETURNS boole
                         AND (parent.id IS NULL OR other.parent_job = parent.id))));
     END;
 
+-- Whether a job that is being accepted, the newest of all, must wait; p_checks are its volumes.
+CREATE FUNCTION finds_locks(p_parent uuid, p_checks jsonb) RETURNS boolean
+    LANGUAGE sql STABLE
+    BEGIN ATOMIC
+        WITH parent AS (
+            SELECT (SELECT id FROM jobs WHERE id = p_parent AND finished_at IS NULL) AS id
+        )
+        SELECT EXISTS (
+            SELECT FROM parent
+                CROSS JOIN jsonb_array_elements(p_checks) mine
+                JOIN job_locks other ON other.volume_id = (mine ->> 'volume_id')::uuid
+            WHERE other.job_id IS DISTINCT FROM parent.id
+                AND conflicts((mine ->> 'mode')::"char", other.mode)
+                AND (other.held OR parent.id IS NULL OR other.parent_job = parent.id));
+    END;
+
 -- Takes the volumes for the rest of the transaction, so that two workers cannot both find one free.
 CREATE FUNCTION lock_volumes(p_volumes uuid[]) RETURNS void
     LANGUAGE plpgsql AS $$
@@ -318,6 +350,13 @@ BEGIN
     RETURN NULL;
 END $$;
 
+-- Whether there is room for a job; those that only wait for others need none, but a worker that
+-- takes jobs at all (not less than 0 slots).
+CREATE FUNCTION has_slot(slot text, p_control integer, p_data integer) RETURNS boolean
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN CASE slot WHEN 'data' THEN p_data > 0 WHEN 'control' THEN p_control > 0
+        ELSE p_control >= 0 END;
+
 CREATE TYPE verdict AS ENUM ('running', 'queued', 'repeated', 'finished', 'reused');
 
 -- Stores requests as jobs, in their order. A job whose volumes are free is stored as running, with a
@@ -331,24 +370,37 @@ CREATE FUNCTION accept_jobs(
 ) RETURNS TABLE (verdict verdict, job jobs, outbox_id bigint)
     LANGUAGE plpgsql AS $$
 DECLARE
+    checks jsonb;
     item jsonb;
     why jsonb;
     starts boolean;
 BEGIN
     PERFORM lock_volumes(array(
-        SELECT (c ->> 'volume_id')::uuid FROM jsonb_array_elements(p_checks) checks,
-            jsonb_array_elements(checks) c));
+        SELECT (c ->> 'volume_id')::uuid FROM jsonb_array_elements(p_checks) one,
+            jsonb_array_elements(one) c));
     FOR i IN 1 .. cardinality(p_ids) LOOP
-        verdict := 'queued';
         outbox_id := NULL;
+        checks := p_checks -> (i - 1);
+        why := NULL;
+        FOR item IN SELECT jsonb_array_elements(checks) LOOP
+            why := coalesce(why, refusal(p_ids[i], p_addresses[i], p_parents[i], item));
+        END LOOP;
+        starts := why IS NOT NULL
+            OR (has_slot(p_slots[i], p_control, p_data) AND NOT finds_locks(p_parents[i], checks));
         INSERT INTO jobs (
-            id, method, address, slot, state, body, properties, fingerprint, volume_ids, deadline,
-            reply_to, correlation_id, status_updates, parent_job
+            id, method, address, slot, body, properties, fingerprint, volume_ids, deadline,
+            reply_to, correlation_id, status_updates, parent_job, refusal,
+            state, attempt, owner, lease_token, lease_until, started_at, overdue
         ) VALUES (
-            p_ids[i], p_methods[i], p_addresses[i], p_slots[i], 'queued', p_bodies[i],
+            p_ids[i], p_methods[i], p_addresses[i], p_slots[i], p_bodies[i],
             p_properties[i], p_fingerprints[i],
-            array(SELECT (c ->> 'volume_id')::uuid FROM jsonb_array_elements(p_checks -> (i - 1)) c),
-            p_deadlines[i], p_reply_to[i], p_correlation_ids[i], p_status_updates[i], p_parents[i]
+            array(SELECT (c ->> 'volume_id')::uuid FROM jsonb_array_elements(checks) c),
+            p_deadlines[i], p_reply_to[i], p_correlation_ids[i], p_status_updates[i], p_parents[i],
+            why, CASE WHEN starts THEN 'running' ELSE 'queued' END, starts::integer,
+            CASE WHEN starts THEN p_owner END,
+            CASE WHEN starts THEN nextval('lease_tokens') END,
+            CASE WHEN starts THEN now() + p_lease END, CASE WHEN starts THEN now() END,
+            starts AND coalesce(p_deadlines[i] < now(), false)
         ) ON CONFLICT (id) DO NOTHING RETURNING jobs.* INTO job;
         IF NOT FOUND THEN
             SELECT * INTO job FROM jobs WHERE id = p_ids[i];
@@ -365,39 +417,20 @@ BEGIN
                 verdict := 'repeated';
             ELSE
                 verdict := 'finished';
-                INSERT INTO outbox (owner, address, job_id, reply_only)
-                VALUES (p_owner, job.address, job.id, true) RETURNING id INTO outbox_id;
+                INSERT INTO outbox (address, job_id, reply_only)
+                VALUES (job.address, job.id, true) RETURNING id INTO outbox_id;
             END IF;
             RETURN NEXT;
             CONTINUE;
         END IF;
-
-        why := NULL;
-        FOR item IN SELECT jsonb_array_elements(p_checks -> (i - 1)) LOOP
-            why := coalesce(why, refusal(job.id, job.address, job.parent_job, item));
-        END LOOP;
-        IF why IS NOT NULL THEN
-            starts := true;
-        ELSE
+        verdict := job.state::verdict;
+        IF why IS NULL THEN
             INSERT INTO job_locks (volume_id, job_id, seq, mode, parent_job, held)
             SELECT (c ->> 'volume_id')::uuid, job.id, job.seq, (c ->> 'mode')::"char",
-                job.parent_job, false
-            FROM jsonb_array_elements(p_checks -> (i - 1)) c;
-            starts := NOT must_wait(job.id, job.seq, job.parent_job)
-                AND CASE job.slot WHEN 'data' THEN p_data > 0 ELSE p_control > 0 END;
-        END IF;
-        IF starts THEN
-            UPDATE jobs SET
-                state = 'running', attempt = 1, owner = p_owner,
-                lease_token = nextval('lease_tokens'), lease_until = now() + p_lease,
-                started_at = now(), overdue = coalesce(deadline < now(), false), refusal = why
-            WHERE id = job.id RETURNING * INTO job;
-            IF why IS NULL THEN
-                UPDATE job_locks SET held = true WHERE job_id = job.id;
-                p_control := p_control - (job.slot = 'control')::integer;
-                p_data := p_data - (job.slot = 'data')::integer;
-            END IF;
-            verdict := 'running';
+                job.parent_job, starts
+            FROM jsonb_array_elements(checks) c;
+            p_control := p_control - (starts AND job.slot = 'control')::integer;
+            p_data := p_data - (starts AND job.slot = 'data')::integer;
         END IF;
         RETURN NEXT;
     END LOOP;
@@ -410,6 +443,7 @@ CREATE FUNCTION claim_jobs(
 ) RETURNS SETOF jobs
     LANGUAGE plpgsql AS $$
 DECLARE
+    c_waiting CONSTANT integer := 100;
     candidates uuid[];
     candidate uuid;
     job jobs;
@@ -426,26 +460,26 @@ BEGIN
         ORDER BY seq LIMIT p_data)
         UNION ALL
         (SELECT id FROM jobs
-        WHERE slot = 'control' AND address = ANY (p_addresses) AND state = 'running'
-            AND lease_until < now()
-        LIMIT p_control)
+        WHERE slot = 'waiting' AND address = ANY (p_addresses) AND state = 'queued'
+            AND run_at <= now() AND NOT must_wait(id, seq, parent_job)
+        ORDER BY seq LIMIT c_waiting)
         UNION ALL
         (SELECT id FROM jobs
-        WHERE slot = 'data' AND address = ANY (p_addresses) AND state = 'running'
-            AND lease_until < now()
-        LIMIT p_data));
+        WHERE address = ANY (p_addresses) AND state = 'running' AND lease_until < now()
+            AND has_slot(slot, p_control, p_data)
+        LIMIT p_control + p_data + c_waiting));
     PERFORM lock_volumes(array(
         SELECT volume_id FROM job_locks WHERE job_id = ANY (candidates)));
     FOREACH candidate IN ARRAY candidates LOOP
         UPDATE jobs SET
             state = 'running', attempt = attempt + 1, owner = p_owner,
             lease_token = nextval('lease_tokens'), lease_until = now() + p_lease,
-            started_at = coalesce(started_at, now()),
+            resumed = started_at IS NOT NULL, started_at = coalesce(started_at, now()),
             overdue = coalesce(deadline < now(), false), version = version + 1
         WHERE id = candidate
             AND ((state = 'queued' AND NOT must_wait(id, seq, parent_job))
                 OR (state = 'running' AND lease_until < now()))
-            AND CASE slot WHEN 'data' THEN p_data > 0 ELSE p_control > 0 END
+            AND has_slot(slot, p_control, p_data)
         RETURNING * INTO job;
         IF FOUND THEN
             UPDATE job_locks SET held = true WHERE job_id = job.id;
@@ -454,4 +488,158 @@ BEGIN
             RETURN NEXT job;
         END IF;
     END LOOP;
+END $$;
+
+-- Asks for a job to be cancelled, and for what it has called for, but for what gives something back
+-- (p_cleanups). Returns those that have never begun: they are the caller's now, to be ended.
+CREATE FUNCTION cancel_job(p_job uuid, p_owner uuid, p_lease interval, p_cleanups text[])
+    RETURNS SETOF jobs
+    LANGUAGE plpgsql AS $$
+DECLARE
+    target jobs;
+BEGIN
+    FOR target IN
+        SELECT * FROM jobs
+        WHERE finished_at IS NULL
+            AND (id = p_job OR (parent_job = p_job AND method <> ALL (p_cleanups)))
+        ORDER BY id FOR UPDATE
+    LOOP
+        IF target.state = 'queued' AND target.started_at IS NULL THEN
+            DELETE FROM job_locks WHERE job_id = target.id;
+            UPDATE jobs SET
+                state = 'running', slot = 'waiting', cancel_requested = true,
+                refusal = '{"code": "Cancelled"}', owner = p_owner,
+                lease_token = nextval('lease_tokens'), lease_until = now() + p_lease,
+                version = version + 1
+            WHERE id = target.id RETURNING * INTO target;
+            RETURN NEXT target;
+        ELSE
+            UPDATE jobs SET
+                cancel_requested = true, run_at = least(run_at, now()), slot = 'waiting'
+            WHERE id = target.id;
+        END IF;
+    END LOOP;
+END $$;
+
+-- Who works on the dead letters: one operator at a time, under a lease.
+CREATE TABLE operator_locks (
+    name text PRIMARY KEY,
+    holder uuid NOT NULL,
+    who text NOT NULL,
+    until timestamptz NOT NULL
+);
+
+-- The newest job that has changed a volume, or let somebody in who could, since another job was
+-- accepted, or NULL. What that one had done for itself does not count.
+CREATE FUNCTION changed_since(p_job jobs, p_volume uuid) RETURNS jsonb
+    LANGUAGE sql STABLE
+    BEGIN ATOMIC
+        SELECT jsonb_build_object('volume_id', p_volume, 'job_id', id, 'method', method)
+        FROM jobs
+        WHERE volume_ids @> ARRAY[p_volume]
+            AND state = 'succeeded'
+            AND seq > p_job.seq
+            AND parent_job IS DISTINCT FROM p_job.id
+            AND CASE
+                WHEN method = 'copy_volume_data' THEN p_volume = (
+                    convert_from(body, 'UTF8')::jsonb #>> '{args,destination_volume_id}')::uuid
+                ELSE method IN (
+                    'create_volume', 'delete_volume', 'extend_volume', 'initialize_connection',
+                    'attach_volume') END
+        ORDER BY seq DESC
+        LIMIT 1;
+    END;
+
+CREATE TYPE revival AS ENUM ('revived', 'stale', 'refused', 'overtaken', 'orphaned');
+
+-- Takes a job that has ended dead, or failed and left a dead letter, back to be run again: behind
+-- all that was accepted since. p_ending: which of its endings the letter tells of; p_body: the
+-- request as edited, or null; p_checks: see the function refusal; p_dry: only finds out.
+-- An outcome other than revived changes nothing, and `why` has what there is to say of it.
+CREATE FUNCTION revive_job(
+    p_job uuid, p_ending integer, p_body bytea, p_slot text, p_checks jsonb, p_dry boolean
+) RETURNS TABLE (outcome revival, why jsonb)
+    LANGUAGE plpgsql AS $$
+DECLARE
+    c_lives CONSTANT integer := 10;
+    job jobs;
+    parent uuid;
+    item jsonb;
+    own uuid;
+BEGIN
+    PERFORM lock_volumes(array(
+        SELECT (c ->> 'volume_id')::uuid FROM jsonb_array_elements(p_checks) c));
+    SELECT * INTO job FROM jobs WHERE id = p_job FOR UPDATE;
+    IF job.endings <> p_ending OR job.finished_at IS NULL OR job.state NOT IN ('dead', 'failed')
+    THEN
+        RETURN QUERY SELECT 'stale'::revival, jsonb_build_object('state', job.state);
+        RETURN;
+    END IF;
+    parent := (SELECT id FROM jobs WHERE id = job.parent_job AND finished_at IS NULL);
+    -- Nobody would end a connection that is made for a job that has ended.
+    IF job.parent_job IS NOT NULL AND parent IS NULL AND job.method <> 'terminate_connection' THEN
+        RETURN QUERY SELECT 'orphaned'::revival, jsonb_build_object('job_id', job.parent_job);
+        RETURN;
+    END IF;
+
+    FOR item IN SELECT jsonb_array_elements(p_checks) LOOP
+        -- A volume that the job itself has left in an error is its to go on with.
+        own := coalesce(own, (
+            SELECT v.id FROM volumes v
+            WHERE v.id = (item ->> 'volume_id')::uuid
+                AND CASE job.method
+                    WHEN 'create_volume' THEN v.status = 'error' AND v.created_by = job.id
+                    WHEN 'extend_volume' THEN
+                        v.status = 'error_extending' AND v.error = job.error END));
+        IF own IS NOT NULL THEN
+            item := item || '{"known": true, "statuses": null}';
+        END IF;
+        why := refusal(job.id, job.address, parent, item);
+        IF why IS NOT NULL THEN
+            RETURN QUERY SELECT 'refused'::revival, why;
+            RETURN;
+        END IF;
+        IF item ->> 'mode' = 'x' THEN
+            why := changed_since(job, (item ->> 'volume_id')::uuid);
+        END IF;
+        IF why IS NOT NULL THEN
+            RETURN QUERY SELECT 'overtaken'::revival, why;
+            RETURN;
+        END IF;
+    END LOOP;
+
+    IF NOT p_dry THEN
+        UPDATE volumes v SET
+            status = CASE job.method WHEN 'create_volume' THEN 'creating' ELSE 'extending' END,
+            previous_status = CASE
+                WHEN job.method = 'create_volume' THEN NULL
+                WHEN EXISTS (SELECT FROM attachments a WHERE a.volume_id = v.id) THEN 'in-use'
+                ELSE 'available' END,
+            status_job = job.id, error = NULL, seq = seq + 1, updated_at = now()
+        WHERE v.id = own;
+        UPDATE jobs SET
+            state = 'queued', seq = DEFAULT, slot = p_slot, attempt = 0, run_at = now(),
+            deadline = NULL, overdue = false, refusal = NULL, cancel_requested = false,
+            result = NULL, progress = NULL, connection_id = NULL, finished_at = NULL,
+            -- It has left something only where it goes on with a volume of its own.
+            started_at = CASE WHEN own IS NULL THEN NULL ELSE started_at END,
+            body = coalesce(p_body, body), edited = edited OR p_body IS NOT NULL,
+            volume_ids = array(
+                SELECT (c ->> 'volume_id')::uuid FROM jsonb_array_elements(p_checks) c),
+            history = jsonb_build_object(
+                'replays', endings,
+                'attempts', coalesce((history ->> 'attempts')::integer, 0) + attempt,
+                'lives', jsonb_path_query_array(
+                    coalesce(history -> 'lives', '[]') || jsonb_build_object(
+                        'code', error ->> 'code', 'message', left(error ->> 'message', 1000),
+                        'attempts', attempt, 'finished_at', rfc3339(finished_at)),
+                    '$[last - $before to last]', jsonb_build_object('before', c_lives - 1))),
+            version = version + 1
+        WHERE id = job.id RETURNING * INTO job;
+        INSERT INTO job_locks (volume_id, job_id, seq, mode, parent_job, held)
+        SELECT (c ->> 'volume_id')::uuid, job.id, job.seq, (c ->> 'mode')::"char",
+            job.parent_job, false
+        FROM jsonb_array_elements(p_checks) c;
+    END IF;
+    RETURN QUERY SELECT 'revived'::revival, NULL::jsonb;
 END $$;

@@ -10,8 +10,8 @@ WITH mine AS (
 )
 INSERT INTO connections (
     id, volume_id, connector_host, identity, connection_key, connector, access_mode, state,
-    is_local, credentials)
-SELECT $3, $4, $5, $6, $7, $8, $9, 'making', $10, $11 FROM mine
+    is_local, credentials, made_by)
+SELECT $3, $4, $5, $6, $7, $8, $9, 'making', $10, $11, $1 FROM mine
 ON CONFLICT (volume_id, coalesce(connector_host, ''), identity, connection_key)
     WHERE state <> 'ended'
     DO UPDATE SET state = CASE connections.state
@@ -19,7 +19,9 @@ ON CONFLICT (volume_id, coalesce(connector_host, ''), identity, connection_key)
             WHEN (connections.access_mode, connections.is_local)
                 = (excluded.access_mode, excluded.is_local)
             THEN 'making' ELSE 'ending' END
-        ELSE connections.state END
+        ELSE connections.state END,
+        made_by = CASE connections.state
+            WHEN 'ending' THEN excluded.made_by ELSE connections.made_by END
 RETURNING *;
 
 -- name: live_connection
@@ -63,7 +65,8 @@ SELECT * FROM connections WHERE volume_id = $1 AND state <> 'ended' ORDER BY cre
 
 -- name: left_connections
 -- What jobs that have ended left of connections and of exports made for them: a volume and its
--- connection, an ended one for an export that no connection needs. Not while a job is at work on it.
+-- connection; for an export that no connection needs an ended one, null where there never was one.
+-- Not while a job is at work on it.
 -- $1 address.
 SELECT volumes.id AS volume_id, connections.id AS connection_id
 FROM connections JOIN volumes ON volumes.id = connections.volume_id
@@ -78,10 +81,10 @@ WHERE volumes.address = $1
         SELECT FROM job_locks WHERE job_locks.volume_id = volumes.id AND mode IN ('c', 'x'))
 UNION ALL
 SELECT volumes.id, last.id FROM volumes
-    CROSS JOIN LATERAL (
+    LEFT JOIN LATERAL (
         SELECT connections.id FROM connections
         WHERE connections.volume_id = volumes.id AND NOT is_local
-        ORDER BY created_at DESC LIMIT 1) last
+        ORDER BY created_at DESC LIMIT 1) last ON true
 WHERE volumes.address = $1 AND volumes.export = 'implicit'
     AND NOT EXISTS (
         SELECT FROM connections

@@ -10,6 +10,33 @@ SELECT * FROM accept_jobs(
 -- Takes jobs to run. $1 owner, $2 lease in seconds, $3 $4 free control and data slots, $5 addresses.
 SELECT * FROM claim_jobs($1, make_interval(secs => $2), $3, $4, $5);
 
+-- name: cancel_job
+-- Asks for a job to be cancelled; returns those that the caller has to end. $1 job, $2 owner, $3 lease
+-- in seconds, $4 methods that are never cancelled for their parent's sake.
+SELECT * FROM cancel_job($1, $2, make_interval(secs => $3), $4);
+
+-- name: jobs_to_cancel
+-- Running jobs that somebody wants to be cancelled. $1 owner.
+SELECT id FROM jobs WHERE owner = $1 AND cancel_requested AND state = 'running';
+
+-- name: ended_jobs
+-- Which of some jobs have ended, or are gone. $1 ids.
+SELECT id FROM unnest($1::uuid[]) AS asked (id)
+WHERE NOT EXISTS (SELECT FROM jobs WHERE jobs.id = asked.id AND finished_at IS NULL);
+
+-- name: queued_connects
+-- Jobs that have not ended and are to connect a volume, and stand before another job. $1 volume, $2
+-- that job.
+SELECT * FROM jobs
+WHERE volume_ids @> ARRAY[$1::uuid] AND method = 'initialize_connection' AND state = 'queued'
+    AND seq < (SELECT seq FROM jobs last WHERE last.id = $2)
+ORDER BY seq;
+
+-- name: set_children
+-- Keeps which processes work for a job. $1 job, $2 fencing token, $3 children.
+UPDATE jobs SET children = $3 WHERE id = $1 AND lease_token = $2 AND state = 'running'
+RETURNING id;
+
 -- name: renew_leases
 -- Keeps the lease of running jobs; returns those still held. $1 lease in seconds, $2 ids, $3 their
 -- fencing tokens.
@@ -18,47 +45,59 @@ FROM unnest($2::uuid[], $3::bigint[]) AS held (id, lease_token)
 WHERE jobs.id = held.id AND jobs.lease_token = held.lease_token AND jobs.state = 'running'
 RETURNING jobs.id;
 
--- name: finish_job
--- Ends a job together with what becomes of its volume, and notes what has to be told. A volume that
--- the job holds in a passing status, and of which nothing is said, is settled.
--- $1 job, $2 fencing token, $3 state, $4 result, $5 error, $6 connection whose secrets belong into
--- the result, $7 owner, $8 volume change: id, drop, and the columns to set, $9 whether the result is
--- the changed volume's record.
-WITH mine AS (
-    SELECT id FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR UPDATE
+-- name: finish_jobs
+-- Ends jobs, each together with what becomes of its volume, and notes what has to be told. A volume
+-- that a job holds in a passing status, and of which nothing is said, is settled. No two of them
+-- change the same volume. A row for each that was still its worker's.
+-- $1 jobs, $2 fencing tokens, $3 states, $4 results, $5 errors, $6 connections whose secrets belong
+-- into the result, $7 volume changes (id, drop, and the columns to set), $8 whether the result is the
+-- changed volume's record, $9 their addresses: whether more waits at any of them.
+WITH input AS (
+    SELECT * FROM unnest(
+        $1::uuid[], $2::bigint[], $3::text[], $4::jsonb[], $5::jsonb[], $6::uuid[], $7::jsonb[],
+        $8::boolean[]
+    ) AS input (id, lease_token, state, result, error, connection_id, change, is_record)
+), mine AS (
+    SELECT input.*, coalesce(
+        (change ->> 'id')::uuid,
+        (SELECT volumes.id FROM volumes
+        WHERE volumes.id = ANY (jobs.volume_ids) AND status_job = jobs.id LIMIT 1)) AS volume_id
+    FROM jobs JOIN input ON input.id = jobs.id AND input.lease_token = jobs.lease_token
+    WHERE jobs.state = 'running'
+    ORDER BY jobs.id FOR UPDATE OF jobs
 ), changed AS (
     UPDATE volumes SET
         status = coalesce(
-            $8::jsonb ->> 'status',
-            CASE WHEN status_job = $1 THEN settled_status(volumes) ELSE status END),
+            change ->> 'status',
+            CASE WHEN status_job = mine.id THEN settled_status(volumes) ELSE status END),
         attach_status = coalesce(
-            $8::jsonb ->> 'attach_status',
-            CASE WHEN status_job = $1 THEN settled_attach_status(volumes) ELSE attach_status END),
-        provider_location = CASE WHEN $8::jsonb ? 'provider_location'
-            THEN $8::jsonb ->> 'provider_location' ELSE provider_location END,
-        size_bytes = coalesce(($8::jsonb ->> 'size_bytes')::bigint, size_bytes),
-        export = coalesce($8::jsonb ->> 'export', export),
-        metadata = coalesce($8::jsonb -> 'metadata', metadata),
+            change ->> 'attach_status',
+            CASE WHEN status_job = mine.id THEN settled_attach_status(volumes)
+                ELSE attach_status END),
+        provider_location = CASE WHEN change ? 'provider_location'
+            THEN change ->> 'provider_location' ELSE provider_location END,
+        size_bytes = coalesce((change ->> 'size_bytes')::bigint, size_bytes),
+        export = coalesce(change ->> 'export', export),
+        metadata = coalesce(change -> 'metadata', metadata),
         error = CASE WHEN coalesce(
-            $8::jsonb ->> 'status',
-            CASE WHEN status_job = $1 THEN settled_status(volumes) ELSE status END)
-            LIKE 'error%' THEN coalesce($5, error) END,
-        previous_status = CASE WHEN status_job = $1 THEN NULL ELSE previous_status END,
-        status_job = nullif(status_job, $1), seq = seq + 1, updated_at = now()
+            change ->> 'status',
+            CASE WHEN status_job = mine.id THEN settled_status(volumes) ELSE status END)
+            LIKE 'error%' THEN coalesce(mine.error, volumes.error) END,
+        previous_status = CASE WHEN status_job = mine.id THEN NULL ELSE previous_status END,
+        status_job = nullif(status_job, mine.id), seq = seq + 1, updated_at = now()
     FROM mine
-    WHERE CASE WHEN $8::jsonb IS NULL THEN volumes.status_job = $1
-        ELSE volumes.id = ($8::jsonb ->> 'id')::uuid AND NOT $8::jsonb ? 'drop' END
-    RETURNING volumes AS volume
+    WHERE volumes.id = mine.volume_id AND (change IS NULL OR NOT change ? 'drop')
+    RETURNING mine.id AS job_id, volumes.id, seq, updated_at, volume_record(volumes) AS record
 ), unattached AS (
-    DELETE FROM attachments USING changed
-    WHERE $3 <> 'succeeded' AND attachments.volume_id = (changed.volume).id
+    DELETE FROM attachments USING mine
+    WHERE mine.state <> 'succeeded' AND attachments.volume_id = mine.volume_id
         AND attachments.status = 'attaching'
 ), dropped AS (
     DELETE FROM volumes USING mine
-    WHERE volumes.id = ($8::jsonb ->> 'id')::uuid AND $8::jsonb ? 'drop'
-    RETURNING volumes AS volume
+    WHERE volumes.id = mine.volume_id AND change ? 'drop'
+    RETURNING mine.id AS job_id, volumes AS volume
 ), gone AS (
-    SELECT (volume).id, jsonb_build_object(
+    SELECT job_id, (volume).id, jsonb_build_object(
         'at', rfc3339(now()), 'seq', (volume).seq + 1,
         'volume', volume_record(volume) || jsonb_build_object(
             'status', 'deleted', 'updated_at', rfc3339(now()), 'exported', false,
@@ -66,37 +105,42 @@ WITH mine AS (
     FROM dropped
 ), done AS (
     UPDATE jobs SET
-        state = $3, error = $5, connection_id = $6,
-        result = CASE WHEN $9 THEN (SELECT volume_record(volume) FROM changed) ELSE $4 END,
-        finished_at = now(), owner = NULL, lease_until = NULL, endings = endings + 1,
-        version = version + 1,
-        first_failed_at = CASE WHEN $5::jsonb IS NULL THEN first_failed_at
+        state = mine.state, error = mine.error, connection_id = mine.connection_id,
+        result = CASE WHEN mine.is_record THEN changed.record ELSE mine.result END,
+        finished_at = now(), owner = NULL, lease_until = NULL, children = '[]',
+        endings = endings + 1, version = version + 1,
+        first_failed_at = CASE WHEN mine.error IS NULL THEN first_failed_at
             ELSE coalesce(first_failed_at, now()) END
-    FROM mine WHERE jobs.id = mine.id
+    FROM mine LEFT JOIN changed ON changed.job_id = mine.id
+    WHERE jobs.id = mine.id
     RETURNING jobs.*
 ), unlocked AS (
     DELETE FROM job_locks USING mine WHERE job_locks.job_id = mine.id
 ), told AS (
-    INSERT INTO outbox (owner, address, job_id, volume_id, volume_gone)
-    SELECT $7, done.address, done.id,
-        coalesce((SELECT id FROM gone), (SELECT (volume).id FROM changed)),
-        (SELECT event FROM gone)
-    FROM done
-    RETURNING id
+    INSERT INTO outbox (address, job_id, volume_id, volume_gone)
+    SELECT done.address, done.id, coalesce(gone.id, changed.id), gone.event
+    FROM done LEFT JOIN gone ON gone.job_id = done.id
+        LEFT JOIN changed ON changed.job_id = done.id
+    RETURNING id, job_id
 )
 SELECT
-    done.*,
-    (SELECT id FROM told) AS outbox_id,
-    coalesce((SELECT event FROM gone), (SELECT volume_event(volume) FROM changed)) AS event
-FROM done;
+    done.*, told.id AS outbox_id,
+    coalesce(gone.event, CASE WHEN changed.job_id IS NOT NULL THEN jsonb_build_object(
+        'at', rfc3339(changed.updated_at), 'seq', changed.seq, 'volume', changed.record) END
+    ) AS event,
+    EXISTS (
+        SELECT FROM jobs WHERE address = ANY ($9::text[]) AND state = 'queued') AS is_more
+FROM done JOIN told ON told.job_id = done.id
+    LEFT JOIN gone ON gone.job_id = done.id
+    LEFT JOIN changed ON changed.job_id = done.id;
 
 -- name: requeue_job
 -- Puts a running job back, to run again after $3 seconds. $1 job, $2 fencing token, $4 the error of
 -- this attempt or null, $5 whether the attempt counts (one cut short by a drain does not).
 WITH back AS (
     UPDATE jobs SET
-        state = 'queued', owner = NULL, lease_until = NULL,
-        run_at = now() + make_interval(secs => $3),
+        state = 'queued', owner = NULL, lease_until = NULL, children = '[]',
+        run_at = now() + make_interval(secs => CASE WHEN cancel_requested THEN 0 ELSE $3 END),
         error = coalesce($4, error), attempt = attempt - (NOT $5::boolean)::integer,
         first_failed_at = CASE WHEN $4::jsonb IS NULL THEN first_failed_at
             ELSE coalesce(first_failed_at, now()) END,
@@ -120,12 +164,12 @@ SELECT * FROM jobs WHERE id = $1;
 
 -- name: prune_jobs
 -- Forgets jobs that ended long ago and of which nothing is left to tell. $1 seconds, $2 how many.
-DELETE FROM jobs WHERE id IN (
+DELETE FROM jobs WHERE id = ANY (array(
     SELECT id FROM jobs
     WHERE finished_at < now() - make_interval(secs => $1)
         AND NOT EXISTS (SELECT FROM outbox WHERE outbox.job_id = jobs.id)
     ORDER BY finished_at
-    LIMIT $2)
+    LIMIT $2))
 RETURNING id;
 
 -- name: list_jobs

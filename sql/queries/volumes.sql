@@ -13,18 +13,26 @@ WHERE ($1::text IS NULL OR address = $1)
 ORDER BY id
 LIMIT $4;
 
--- name: begin_volume
--- Makes the record of a volume that a job is about to create; the record of an earlier attempt of the
--- same job will do. No row: the id is taken, or the job lost its lease.
--- $1 job, $2 fencing token, $3 id, $4 name, $5 size in bytes, $6 metadata, $7 address.
+-- name: begin_volumes
+-- Makes the records of volumes that jobs are about to create, each by one of its own; the record of an
+-- earlier attempt of the same job will do, whose request may have been edited since. Without a row:
+-- the id is taken, or the job lost its lease.
+-- $1 jobs, $2 fencing tokens, $3 ids, $4 names, $5 sizes in bytes, $6 metadata, $7 addresses.
 WITH mine AS (
-    SELECT FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR SHARE
+    SELECT jobs.id AS job_id, input.* FROM unnest(
+            $1::uuid[], $2::bigint[], $3::uuid[], $4::text[], $5::bigint[], $6::jsonb[], $7::text[]
+        ) AS input (job, token, id, name, size_bytes, metadata, address)
+        JOIN jobs ON jobs.id = input.job AND jobs.lease_token = input.token
+    WHERE jobs.state = 'running'
+    ORDER BY jobs.id FOR SHARE OF jobs
 )
 INSERT INTO volumes (
     id, name, address, size_bytes, status, metadata, created_by, status_job)
-SELECT $3, $4, $7, $5, 'creating', $6, $1, $1 FROM mine
-ON CONFLICT (id) DO UPDATE SET updated_at = now()
-    WHERE volumes.created_by = $1 AND volumes.status = 'creating'
+SELECT id, name, address, size_bytes, 'creating', metadata, job_id, job_id FROM mine
+ON CONFLICT (id) DO UPDATE SET
+    name = excluded.name, size_bytes = excluded.size_bytes, metadata = excluded.metadata,
+    updated_at = now()
+    WHERE volumes.created_by = excluded.created_by AND volumes.status = 'creating'
 RETURNING volume_record(volumes) AS record, volumes.*;
 
 -- name: forget_volume
@@ -56,6 +64,7 @@ WITH mine AS (
 )
 UPDATE volumes SET
     export = $4,
+    export_job = CASE WHEN $4 = 'none' THEN NULL WHEN export = 'none' THEN $1 ELSE export_job END,
     provider_location = CASE WHEN $4 = 'none' THEN NULL
         ELSE coalesce($5, provider_location) END,
     seq = seq + 1, updated_at = now()

@@ -7,8 +7,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pydantic
+import structlog
+
 from messages import errors, redaction, requests, resources
 from worker.store import database, jobs, volumes
+
+log = structlog.get_logger(__name__)
 
 
 class State(enum.StrEnum):
@@ -30,6 +35,8 @@ class Connection:
     access_mode: resources.AccessMode
     state: State
     is_local: bool
+    made_by: uuid.UUID
+    """The job that began it."""
     driver_volume_type: str | None
     data: Mapping[str, Any] | None
     credentials: Mapping[str, Any] | None = dataclasses.field(repr=False)
@@ -161,7 +168,8 @@ class Leftover:
     """
 
     volume_id: uuid.UUID
-    connection_id: uuid.UUID
+    connection_id: uuid.UUID | None
+    """None for an export that never had one."""
 
 
 async def leftovers(store: database.Database, address: str) -> list[Leftover]:
@@ -173,13 +181,25 @@ async def leftovers(store: database.Database, address: str) -> list[Leftover]:
 async def served(
     store: database.Database, address: str
 ) -> list[tuple[volumes.Volume, list[Connection]]]:
-    """Every volume that a backend exports, with the connections that its target serves."""
+    """Every volume that a backend exports, with the connections that its target serves.
+
+    A record that cannot be read is left out: one bad volume must not keep the others away.
+    """
     exported = await store.fetch("exported_volumes", address)
     by_volume: dict[uuid.UUID, list[Connection]] = {}
     for row in await store.fetch("served_connections", address):
         by_volume.setdefault(row["volume_id"], []).append(_from_row(row))
-    records = [volumes.from_row(row) for row in exported]
-    return [(volume, by_volume.get(volume.id, [])) for volume in records]
+    records = [_readable(row) for row in exported]
+    return [(volume, by_volume.get(volume.id, [])) for volume in records if volume is not None]
+
+
+def _readable(row: database.Row) -> volumes.Volume | None:
+    try:
+        return volumes.from_row(row)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        log.debug("volume.unreadable", volume_id=str(row["id"]), why=first["msg"])
+        return None
 
 
 def with_secrets(connection: Connection) -> dict[str, Any]:

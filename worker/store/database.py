@@ -1,26 +1,33 @@
 """Running statements: the pool, JSON, and what to do while PostgreSQL is away."""
 
 import asyncio
+import contextlib
+import functools
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Final, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
 
 import asyncpg
 import pydantic
 import structlog
 import tenacity
+from asyncpg.connect_utils import SessionAttribute as _Session
 
 import sql
 from messages import errors
+from worker.store import batch
 
 log = structlog.get_logger(__name__)
 
 PATIENCE: Final = 25.0
 """Seconds for which a statement is tried again while the database is away, unless said."""
 STATEMENT_TIMEOUT: Final = 30.0
-"""Seconds for one statement."""
+"""Seconds for one try of a statement, unless said; then its connection is taken for dead."""
+RELEASE_TIMEOUT: Final = 1.0
+"""Seconds for a connection to come to rest whose statement was cut short; then it is ended."""
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Row = Mapping[str, Any]
 """A row by the names of its columns."""
 
@@ -33,14 +40,21 @@ _AWAY: Final = (
     asyncpg.CannotConnectNowError,
     asyncpg.AdminShutdownError,
     asyncpg.CrashShutdownError,
-    asyncpg.ReadOnlySQLTransactionError,
-    asyncpg.TooManyConnectionsError,
+    asyncpg.ReadOnlySQLTransactionError,  # the server has become a standby
 )
-
+"""What says that this connection, or the server behind it, is of no use any more."""
 
 _IN_TROUBLE: Final = ("40", "53", "55", "57", "58")
 """SQLSTATE classes that say nothing against the statement: conflicts of transactions, resources
 that ran out, an object or a server that is not ready, system errors (PostgreSQL, appendix A)."""
+
+_OTHERS_STATEMENTS: Final = (
+    asyncpg.InvalidSQLStatementNameError,
+    asyncpg.DuplicatePreparedStatementError,
+)
+"""A prepared statement that is on another connection: what a transaction pooler does to a cache."""
+
+_POOLER_HINT: Final = "behind a transaction pooler, set database_statement_cache_size = 0"
 
 
 class LeaseLost(Exception):
@@ -54,9 +68,18 @@ class Database:
     transaction pooler may sit in between; ``statement_cache_size=0`` works for the same reason.
     """
 
-    def __init__(self, pool: "asyncpg.Pool[asyncpg.Record]", *, patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        pool: "asyncpg.Pool[asyncpg.Record]",
+        *,
+        patience: float = PATIENCE,
+        statement_timeout: float = STATEMENT_TIMEOUT,
+    ) -> None:
         self._pool = pool
         self._patience = patience
+        self._statement_timeout = statement_timeout
+        self._trouble = ""
+        self._batches: dict[object, batch.Batch[Any, Any]] = {}
         self.statements = 0
         """How many statements were sent: each is one round trip."""
 
@@ -67,9 +90,16 @@ class Database:
             Unreachable: the database stayed away for as long as patience lasts.
         """
         text = sql.queries()[query]
-        async for attempt in _while_away(query, self._patience):
-            with attempt:
-                return await self._fetch_once(text, args)
+        try:
+            async with asyncio.timeout(self._patience):
+                async for attempt in _while_away(self._patience):
+                    with attempt:
+                        rows = await self._fetch_once(text, args)
+                        self._note("")
+                        return rows
+        except TimeoutError:
+            why = self._trouble or "the database does not answer"
+            raise self._unreachable(f"{why} (for {self._patience:g} s)") from None
         raise AssertionError("tenacity ends by a result or an error")
 
     async def row(self, query: str, *args: Any) -> Row | None:
@@ -88,18 +118,71 @@ class Database:
             raise LeaseLost(query)
         return row
 
+    async def together(
+        self,
+        run: Callable[["Database", Sequence[Item]], Awaitable[Sequence[Result]]],
+        item: Item,
+        *,
+        key: Callable[[Item], object] = lambda _: None,
+    ) -> Result:
+        """Has ``run`` carry an item out, in one statement with others that come meanwhile.
+
+        No two items of one statement have the same ``key``. See :class:`batch.Batch`.
+        """
+        found = self._batches.get(run)
+        if found is None:
+            found = self._batches[run] = batch.Batch(functools.partial(run, self), key=key)
+        result: Result = await found.add(item)
+        return result
+
     async def _fetch_once(self, text: str, args: Sequence[Any]) -> Sequence[Row]:
+        connection = await self._acquire()
         try:
-            async with self._pool.acquire(timeout=STATEMENT_TIMEOUT) as connection:
-                self.statements += 1
-                return cast("Sequence[Row]", await connection.fetch(text, *args))
+            self.statements += 1
+            return cast("Sequence[Row]", await connection.fetch(text, *args))
         except _AWAY as error:
+            # Not to be waited for: who does not answer may not answer a good-bye either.
+            with contextlib.suppress(asyncpg.InterfaceError):  # it has ended already
+                connection.terminate()
             await self._pool.expire_connections()
-            raise errors.Unreachable(f"the database does not answer: {error}") from error
+            raise self._unreachable(f"the database does not answer: {_describe(error)}") from error
+        except _OTHERS_STATEMENTS as error:
+            raise self._unreachable(f"{error}: {_POOLER_HINT}") from error
         except asyncpg.PostgresError as error:
             if str(error.sqlstate)[:2] in _IN_TROUBLE:
                 raise errors.Unreachable(f"the database is in trouble: {error}") from error
             raise
+        finally:
+            # The pool ends a connection that does not come to rest, and tells of it by an error.
+            with contextlib.suppress(*_AWAY):
+                await self._pool.release(connection, timeout=RELEASE_TIMEOUT)
+
+    async def _acquire(self) -> Any:
+        """A connection of the pool, or a new one.
+
+        Those that work are kept whatever comes of it: a server that lets nobody in any more
+        (``max_connections`` are others') still serves who is inside.
+        """
+        try:
+            return await self._pool.acquire(timeout=self._statement_timeout)
+        except TimeoutError:
+            raise self._unreachable("no connection to the database became free") from None
+        except (*_AWAY, asyncpg.PostgresError) as error:
+            raise self._unreachable(
+                f"the database cannot be reached: {_describe(error)}"
+            ) from error
+
+    def _unreachable(self, text: str) -> errors.Unreachable:
+        self._note(text)
+        return errors.Unreachable(text)
+
+    def _note(self, trouble: str) -> None:
+        """Logs that the database has gone, and that it is back: once each, however often tried."""
+        was_away, self._trouble = bool(self._trouble), trouble
+        if trouble and not was_away:
+            log.warning("database.away", error=trouble)
+        elif was_away and not trouble:
+            log.info("database.back")
 
     async def close(self) -> None:
         """Closes the pool, in bounded time."""
@@ -109,15 +192,22 @@ class Database:
             self._pool.terminate()
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def connect(
     url: pydantic.SecretStr,
     *,
     size: int = 8,
     statement_cache_size: int = 100,
     patience: float = PATIENCE,
+    statement_timeout: float = STATEMENT_TIMEOUT,
+    writes: bool = False,
 ) -> AsyncIterator[Database]:
-    """Opens a pool; ``patience`` is in seconds.
+    """Opens a pool.
+
+    Args:
+        patience: seconds for which a statement is tried in all.
+        statement_timeout: seconds for each try of it.
+        writes: only a server that takes writes will do, now and whenever it connects again.
 
     Raises:
         Unreachable: the database cannot be reached, or refuses; the text says why.
@@ -129,17 +219,22 @@ async def connect(
             max_size=size,
             init=_set_codecs,
             reset=_keep,
-            command_timeout=STATEMENT_TIMEOUT,
+            command_timeout=statement_timeout,
             timeout=10,
             statement_cache_size=statement_cache_size,
-            server_settings={"application_name": "volume-worker", "jit": "off"},
+            # A pooler in between knows no more than the name, and refuses what it does not know.
+            server_settings={
+                "application_name": "volume-worker",
+                **({"jit": "off"} if statement_cache_size else {}),
+            },
+            target_session_attrs=_Session.read_write if writes else _Session.any,
         )
     except (*_AWAY, asyncpg.PostgresError, ValueError) as error:
         raise errors.Unreachable(
-            f"the database cannot be reached: {error or type(error).__name__}; "
+            f"the database cannot be reached: {_describe(error)}; "
             "look at database_url and whether PostgreSQL runs there"
         ) from error
-    database = Database(pool, patience=patience)
+    database = Database(pool, patience=patience, statement_timeout=statement_timeout)
     try:
         yield database
     finally:
@@ -164,14 +259,18 @@ async def _keep(_connection: Any) -> None:
     """Spares the statement that asyncpg resets a connection with: nothing is ever set on one."""
 
 
-def _while_away(query: str, patience: float) -> tenacity.AsyncRetrying:
-    def note(state: tenacity.RetryCallState) -> None:
-        log.warning("database.away", query=query, tries=state.attempt_number)
+def _describe(error: BaseException) -> str:
+    if isinstance(error, asyncpg.TargetServerAttributeNotMatched):
+        return "it takes no writes"
+    if "startup parameter" in str(error):
+        return f"{error}: {_POOLER_HINT}"
+    return str(error) or type(error).__name__
 
+
+def _while_away(patience: float) -> tenacity.AsyncRetrying:
     return tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type(errors.Unreachable),
         wait=tenacity.wait_random_exponential(multiplier=0.1, max=3),
         stop=tenacity.stop_after_delay(patience),
-        before_sleep=note,
         reraise=True,
     )

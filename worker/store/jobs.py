@@ -19,6 +19,8 @@ class Slot(enum.StrEnum):
     """Short work; copies can never fill these."""
     DATA = "data"
     """Moving bytes."""
+    WAITING = "waiting"
+    """For the end of another job; of these there may be any number."""
 
 
 class LockMode(enum.StrEnum):
@@ -95,6 +97,9 @@ class Job:
     status_updates: bool
     parent_job: uuid.UUID | None
     overdue: bool
+    resumed: bool
+    cancel_requested: bool
+    children: Sequence[Mapping[str, int]]
     refusal: Mapping[str, Any] | None
     result: Mapping[str, Any] | None
     error: Mapping[str, Any] | None
@@ -102,6 +107,8 @@ class Job:
     connection_id: uuid.UUID | None
     edited: bool
     endings: int
+    history: Mapping[str, Any] | None
+    """Before the last replay: how many ``replays``, ``attempts`` in all, the newest ``lives``."""
     first_failed_at: datetime.datetime | None
     created_at: datetime.datetime
     started_at: datetime.datetime | None
@@ -143,10 +150,13 @@ _TIMES = ("deadline", "first_failed_at", "created_at", "started_at", "finished_a
 
 def from_row(row: Mapping[str, Any]) -> Job:
     """A job from its row."""
-    values = {field.name: row[field.name] for field in dataclasses.fields(Job)}
-    values["slot"] = Slot(row["slot"])
-    values["state"] = resources.JobState(row["state"])
+    values = {name: row[name] for name in _COLUMNS}
+    values["slot"] = Slot(values["slot"])
+    values["state"] = resources.JobState(values["state"])
     return Job(**values)
+
+
+_COLUMNS = tuple(field.name for field in dataclasses.fields(Job))
 
 
 def from_json(row: Mapping[str, Any], body: bytes) -> Job:
@@ -231,6 +241,51 @@ async def claim(
     return [from_row(row) for row in rows]
 
 
+async def cancel(
+    store: database.Database,
+    job_id: uuid.UUID,
+    *,
+    owner: uuid.UUID,
+    lease: float,
+    cleanups: Collection[str],
+) -> list[Job]:
+    """Asks for a job to be cancelled, and with it the jobs that it called for elsewhere.
+
+    ``cleanups`` are methods that a parent's cancelling leaves alone. Returns the jobs that have
+    never begun: they are the caller's, under a lease of seconds, to be ended.
+    """
+    rows = await store.fetch("cancel_job", job_id, owner, lease, list(cleanups))
+    return [from_row(row) for row in rows]
+
+
+async def to_cancel(store: database.Database, owner: uuid.UUID) -> set[uuid.UUID]:
+    """The running jobs of a worker that somebody wants to be cancelled."""
+    return {row["id"] for row in await store.fetch("jobs_to_cancel", owner)}
+
+
+async def ended(store: database.Database, ids: Collection[uuid.UUID]) -> set[uuid.UUID]:
+    """Which of some jobs have ended."""
+    return {row["id"] for row in await store.fetch("ended_jobs", list(ids))}
+
+
+async def queued_connects(
+    store: database.Database, volume_id: uuid.UUID, before: uuid.UUID
+) -> list[Job]:
+    """Jobs that wait to connect a volume and were accepted before the job ``before``."""
+    return [from_row(row) for row in await store.fetch("queued_connects", volume_id, before)]
+
+
+async def set_children(
+    store: database.Database, job: Job, children: Sequence[Mapping[str, int]]
+) -> None:
+    """Keeps which processes work for a job, each with ``pid`` and ``started``.
+
+    Raises:
+        LeaseLost: the job is no longer this worker's.
+    """
+    await store.own("set_children", job.id, job.lease_token, list(children))
+
+
 async def renew(store: database.Database, held: Sequence[Job], *, lease: float) -> set[uuid.UUID]:
     """Keeps leases for ``lease`` seconds more; returns the jobs that are still held."""
     ids = [job.id for job in held]
@@ -259,39 +314,64 @@ class Ended:
     outbox_id: int
     event: Mapping[str, Any] | None
     """The body of the volume's event."""
+    is_more: bool = True
+    """Whether jobs wait for their turn at its address, or have just been let go on."""
 
 
-async def finish(
-    store: database.Database,
-    job: Job,
-    *,
-    state: resources.JobState,
-    result: Mapping[str, Any] | None = None,
-    error: errors.VolumeWorkerError | None = None,
-    change: VolumeChange | None = None,
-    connection_id: uuid.UUID | None = None,
-    owner: uuid.UUID,
-) -> Ended:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job is to end. Without ``result``, one that succeeded has its volume's record, as
+    changed, for result."""
+
+    job: Job
+    state: resources.JobState
+    result: Mapping[str, Any] | None = None
+    error: errors.VolumeWorkerError | None = None
+    change: VolumeChange | None = None
+    connection_id: uuid.UUID | None = None
+    """The connection whose secrets belong into the result."""
+
+    @property
+    def subject(self) -> object:
+        """The volume that it changes; what is not known here is only its own."""
+        return self.job.id if self.change is None else self.change.id
+
+
+async def finish(store: database.Database, ending: Ending) -> Ended:
     """Ends a job: its state, its volume, its reply and events, in one statement.
-
-    Without ``result``, a job that succeeded has its volume's record, as changed, for result.
 
     Raises:
         LeaseLost: the job is no longer this worker's.
     """
-    row = await store.own(
-        "finish_job",
-        job.id,
-        job.lease_token,
-        state,
-        result,
-        None if error is None else redaction.mask_tree(error.to_wire()),
-        connection_id,
-        owner,
-        None if change is None else change.to_json(),
-        result is None and error is None,
+    ended = await store.together(_finish_all, ending, key=lambda one: one.subject)
+    if ended is None:
+        raise database.LeaseLost("finish_jobs")
+    return ended
+
+
+async def _finish_all(
+    store: database.Database, endings: Sequence[Ending]
+) -> Sequence[Ended | None]:
+    rows = await store.fetch(
+        "finish_jobs",
+        [one.job.id for one in endings],
+        [one.job.lease_token for one in endings],
+        [one.state for one in endings],
+        [one.result for one in endings],
+        [
+            None if one.error is None else redaction.mask_tree(one.error.to_wire())
+            for one in endings
+        ],
+        [one.connection_id for one in endings],
+        [None if one.change is None else one.change.to_json() for one in endings],
+        [one.result is None and one.error is None for one in endings],
+        list({one.job.address for one in endings}),
     )
-    return Ended(from_row(row), row["outbox_id"], row["event"])
+    found = {
+        row["id"]: Ended(from_row(row), row["outbox_id"], row["event"], row["is_more"])
+        for row in rows
+    }
+    return [found.get(one.job.id) for one in endings]
 
 
 async def requeue(

@@ -1,7 +1,6 @@
 """The outbox table: what has still to be told, until the broker has confirmed it."""
 
 import dataclasses
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -29,13 +28,10 @@ class Entry:
     letter: Letter | None = None
 
 
-async def add_letters(
-    store: database.Database, owner: uuid.UUID, letters: Sequence[Letter]
-) -> list[Entry]:
+async def add_letters(store: database.Database, letters: Sequence[Letter]) -> list[Entry]:
     """Keeps letters until they are published."""
     rows = await store.fetch(
-        "add_letter",
-        owner,
+        "add_letters",
         [letter.address for letter in letters],
         [letter.body for letter in letters],
         [dict(letter.properties) for letter in letters],
@@ -43,17 +39,17 @@ async def add_letters(
     return [Entry(row["id"], letter=letter) for row, letter in zip(rows, letters, strict=True)]
 
 
-async def pending(
-    store: database.Database,
-    *,
-    addresses: Sequence[str],
-    older_than: float,
-    except_ids: Collection[int],
-    limit: int,
+async def adopt(
+    store: database.Database, *, addresses: Sequence[str], older_than: float, limit: int
 ) -> list[Entry]:
-    """What nobody has published for ``older_than`` seconds, the oldest first."""
-    rows = await store.fetch("pending_outbox", addresses, older_than, list(except_ids), limit)
+    """Takes over what nobody has touched for ``older_than`` seconds, the oldest first."""
+    rows = await store.fetch("adopt_outbox", addresses, older_than, limit)
     return [_from_row(row) for row in rows]
+
+
+async def touch(store: database.Database, ids: Collection[int]) -> None:
+    """Lets others know that somebody is about to publish these."""
+    await store.fetch("touch_outbox", list(ids))
 
 
 async def delete(store: database.Database, ids: Sequence[int]) -> None:

@@ -1,8 +1,9 @@
 """Volumes and attachments: their records and their statuses."""
 
+import dataclasses
 import enum
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from messages import errors, resources
@@ -32,6 +33,7 @@ class Volume(resources.Volume):
 
     seq: int
     export: Export
+    export_job: uuid.UUID | None
     created_by: uuid.UUID
     status_job: uuid.UUID | None
     previous_status: VolumeStatus | None
@@ -47,7 +49,7 @@ def from_row(row: database.Row) -> Volume:
     return Volume.model_validate({**row["record"], **{name: row[name] for name in _INTERNAL}})
 
 
-_INTERNAL = ("seq", "export", "created_by", "status_job", "previous_status")
+_INTERNAL = ("seq", "export", "export_job", "created_by", "status_job", "previous_status")
 
 
 async def find(store: database.Database, volume_id: uuid.UUID) -> Volume | None:
@@ -114,21 +116,39 @@ async def begin(
         VolumeExists: another job's volume has that id.
         LeaseLost: the job is no longer this worker's.
     """
-    row = await store.row(
-        "begin_volume",
-        job.id,
-        job.lease_token,
-        volume_id,
-        name,
-        size_bytes,
-        dict(metadata),
-        job.address,
-    )
-    if row is None:
+    new = _New(job, volume_id, name, size_bytes, metadata)
+    made = await store.together(_begin_all, new, key=lambda one: one.volume_id)
+    if made is None:
         if await find(store, volume_id) is None:
-            raise database.LeaseLost("begin_volume")
+            raise database.LeaseLost("begin_volumes")
         raise errors.VolumeExists(f"volume {volume_id} exists", volume_id=str(volume_id))
-    return from_row(row)
+    return made
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _New:
+    """A volume that a job is about to create."""
+
+    job: jobs.Job
+    volume_id: uuid.UUID
+    name: str
+    size_bytes: int
+    metadata: Mapping[str, str]
+
+
+async def _begin_all(store: database.Database, new: Sequence[_New]) -> Sequence[Volume | None]:
+    rows = await store.fetch(
+        "begin_volumes",
+        [one.job.id for one in new],
+        [one.job.lease_token for one in new],
+        [one.volume_id for one in new],
+        [one.name for one in new],
+        [one.size_bytes for one in new],
+        [dict(one.metadata) for one in new],
+        [one.job.address for one in new],
+    )
+    found = {row["id"]: from_row(row) for row in rows}
+    return [found.get(one.volume_id) for one in new]
 
 
 async def forget(store: database.Database, job: jobs.Job, volume_id: uuid.UUID) -> None:
