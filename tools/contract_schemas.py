@@ -18,7 +18,16 @@ FILE: Final = ROOT / "docs" / "contract" / "schemas.json"
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from messages import envelope, errors, letters, replies, requests, resources, topology  # noqa: E402
+from messages import (  # noqa: E402
+    envelope,
+    errors,
+    findings,
+    letters,
+    replies,
+    requests,
+    resources,
+    topology,
+)
 
 Schema = dict[str, Any]
 
@@ -29,6 +38,7 @@ _RECORDS: Final = (
     resources.Connection,
     resources.Job,
     resources.Progress,
+    findings.Finding,
 )
 _ID: Final[Schema] = {"type": "string", "format": "uuid"}
 _TIME: Final[Schema] = {"type": "string", "format": "date-time"}
@@ -131,8 +141,10 @@ def _results() -> dict[str, Schema]:
             }
         ),
         "get_volume_stats": {"type": "object"},
+        "reconcile": _page("findings", "Finding"),
         "get_volume": volume,
         "get_job": _ref("Job"),
+        "cancel_job": _ref("Job"),
         "list_volumes": _page("volumes", "Volume"),
         "list_jobs": _page("jobs", "Job"),
     }
@@ -165,7 +177,11 @@ def _errors() -> dict[str, Any]:
 
 
 def _messages() -> dict[str, Schema]:
-    answered: dict[str, Schema] = {"job_id": _or_null(_ID), "method": _or_null(_TEXT)}
+    answered: dict[str, Schema] = {
+        "job_id": _or_null(_ID),
+        "method": _or_null(_TEXT),
+        "replayed": {"const": True},
+    }
     state: Schema = {"enum": [str(state) for state in resources.JobState]}
     event: dict[str, Schema] = {"at": _TIME, "seq": {"type": "integer", "minimum": 1}}
     return {
@@ -177,8 +193,12 @@ def _messages() -> dict[str, Schema]:
             },
             closed=True,
         ),
-        "result": _object({**answered, "ok": {"const": True}, "result": {"type": "object"}}),
-        "failure": _object({**answered, "ok": {"const": False}, "error": _ref("Error")}),
+        "result": _object(
+            {**answered, "ok": {"const": True}, "result": {"type": "object"}}, "replayed"
+        ),
+        "failure": _object(
+            {**answered, "ok": {"const": False}, "error": _ref("Error")}, "replayed"
+        ),
         "status": _object(
             {
                 "job_id": _ID,
@@ -206,6 +226,7 @@ def _headers() -> dict[str, Any]:
         },
         "reply_types": [str(kind) for kind in replies.ReplyType],
         "dead_letter": list(letters.REASON_HEADERS),
+        "dead_letter_of_a_replayed_job": [letters.REPLAYS, letters.HISTORY],
     }
 
 

@@ -7,16 +7,18 @@ kept as a dead letter. Nothing that a message holds stops the rest.
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import uuid
 from collections.abc import Sequence
 from typing import Final
 
 import aio_pika.abc
+import aio_pika.exceptions
 import asyncpg
 import structlog
 
-from messages import envelope, errors, letters, link, replies, requests
+from messages import envelope, errors, letters, link, replies, requests, wire
 from worker import broker, operations, outbox, reads, runner
 from worker.store import database, jobs
 from worker.store import outbox as outbox_store
@@ -63,7 +65,6 @@ class Inbox:
         runner: runner.Runner,
         outbox: outbox.Outbox,
         reader: reads.Reader,
-        owner: uuid.UUID,
         max_request_bytes: int,
     ) -> None:
         self._store = store
@@ -71,7 +72,6 @@ class Inbox:
         self._runner = runner
         self._outbox = outbox
         self._reader = reader
-        self._owner = owner
         self._limit = max_request_bytes
         self._waiting: collections.deque[Delivery] = collections.deque()
         self._wake = asyncio.Event()
@@ -120,8 +120,10 @@ class Inbox:
         """
 
         def again() -> None:
-            if not delivery.message.channel.is_closed:
-                self.receive(delivery.address, delivery.message)
+            # To ask for a channel that is closed is an error already.
+            with contextlib.suppress(aio_pika.exceptions.ChannelInvalidStateError):
+                if not delivery.message.channel.is_closed:
+                    self.receive(delivery.address, delivery.message)
 
         asyncio.get_running_loop().call_later(TROUBLE_PAUSE, again)
 
@@ -185,14 +187,16 @@ class Inbox:
         except Exception as error:
             await self._store_apart(batch, group, error)
             return
+        done = []
         for (delivery, _), stored in zip(batch, accepted, strict=True):
             if stored.verdict is jobs.Verdict.REUSED:
                 group.create_task(self._refuse(delivery, _reused()))
                 continue
-            await self._acknowledge(delivery)
+            done.append(delivery)
             if stored.outbox_id is not None:
                 entry = outbox_store.Entry(stored.outbox_id, job=stored.job, reply_only=True)
                 group.create_task(self._outbox.tell(entry))
+        await self._acknowledge(*done)
 
     async def _store_apart(
         self,
@@ -265,7 +269,7 @@ class Inbox:
         reasons = letters.reason_headers(error=error, origin=delivery.address)
         kept = {**letters.keep_properties(delivery.message), "reasons": reasons}
         letter = outbox_store.Letter(delivery.address, delivery.message.body, kept)
-        for entry in await outbox_store.add_letters(self._store, self._owner, [letter]):
+        for entry in await outbox_store.add_letters(self._store, [letter]):
             await self._outbox.tell(entry)
 
     async def _answer_error(
@@ -299,12 +303,9 @@ class Inbox:
             return False
         return True
 
-    async def _acknowledge(self, delivery: Delivery) -> None:
-        try:
-            await delivery.message.ack()
-        except link.AWAY:
-            # Its channel is gone: it comes again, and is known by its message_id.
-            log.debug("inbox.acknowledge_failed", address=delivery.address)
+    async def _acknowledge(self, *deliveries: Delivery) -> None:
+        # One whose channel is gone comes again, and is known by its message_id.
+        await wire.acknowledge(delivery.message for delivery in deliveries)
 
 
 def _reused() -> errors.InvalidRequest:

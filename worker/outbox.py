@@ -2,93 +2,70 @@
 
 What must not be lost (a job's end, a volume's last word, a dead letter) stands in the outbox table
 until the broker has confirmed it; what a later word always follows (``running``, ``creating``,
-progress) is only said. Of an object's events only the newest of a batch is sent, and events wait a
-moment for a newer one. Replies do not wait, and the events of what they answer go before them: who
-has a reply may go on, and cause the next event at another host.
+progress) is only said. The events of what a reply answers go before it: who has a reply may go on,
+and cause the next event at another host. How all this is sent is in :mod:`worker.dispatcher`.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import datetime
-import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import aio_pika
 import structlog
 
-from messages import envelope, errors, letters, link, replies, resources, topology
-from worker import broker
+from messages import envelope, errors, fitting, letters, replies, resources, topology
+from worker import broker, dispatcher
 from worker.store import connections, database, jobs
 from worker.store import outbox as outbox_store
 
 log = structlog.get_logger(__name__)
 
-LINGER: Final = 0.05
-"""Seconds that an event waits for a newer one of the same object."""
-BATCH: Final = 200
-SWEEP_INTERVAL: Final = 5.0
+SWEEP_INTERVAL: Final = 2.0
 """Seconds between looks for what a worker that is gone left in the table."""
-SWEEP_AGE: Final = 10.0
+SWEEP_AGE: Final = 6.0
+"""Seconds for which nobody has touched what nobody is about to tell; who is touches it in time."""
+SWEEP_BATCH: Final = 200
 DIRECT_REPLY: Final = "amq.rabbitmq.reply-to"
-
-
-class _Parcel:
-    """An entry of the outbox table with the messages it takes to tell it."""
-
-    def __init__(self, entry_id: int, parts: int) -> None:
-        self.entry_id = entry_id
-        self.parts = parts
-
-
-@dataclasses.dataclass(slots=True)
-class _Item:
-    """One message to publish."""
-
-    exchange: str
-    routing_key: str
-    message: aio_pika.Message
-    mandatory: bool
-    parcel: _Parcel | None = None
-    job_id: uuid.UUID | None = None
-    subject: str | None = None
-    """What an event is about; None for what is no event."""
 
 
 class Outbox:
     """Publishes what the worker has to say, in order per object."""
 
     def __init__(
-        self,
-        store: database.Database,
-        to: broker.Broker,
-        *,
-        owner: uuid.UUID,
-        addresses: Sequence[str],
+        self, store: database.Database, to: broker.Broker, *, addresses: Sequence[str]
     ) -> None:
         self._store = store
-        self._broker = to
         self._names = to.names
-        self._owner = owner
         self._addresses = addresses
-        self._replies: list[_Item] = []
-        self._events: dict[str, _Item] = {}
-        self._due: set[str] = set()
-        """What events are about that must not wait."""
+        self._dispatcher = dispatcher.Dispatcher(to, self._forget)
         self._open: set[int] = set()
-        self._told: list[int] = []
-        self._wake = asyncio.Event()
+
+    async def run(self) -> None:
+        """Publishes until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._dispatcher.run())
+            group.create_task(self._sweep())
+
+    async def flush(self, timeout: float) -> bool:
+        """Waits until all that can be told is, ``timeout`` seconds at most; whether it is."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self._dispatcher.is_busy or self._open - set(self._dispatcher.apart):
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
 
     # What is only said
 
     def say_job(self, job: jobs.Job) -> None:
         """A job's state or progress: an event, and a status message to a caller that asked."""
-        at = _now()
         self._say_job_event(job, None)
         if job.status_updates and job.reply_to and job.state not in resources.ENDED:
-            body = replies.status(dataclasses.asdict(job), at)
+            body = replies.status(dataclasses.asdict(job), _now())
             self._reply(job, body, replies.ReplyType.STATUS, None)
 
     def say_volume(self, event: Mapping[str, Any]) -> None:
@@ -97,14 +74,19 @@ class Outbox:
 
     def say_stats(self, address: str, seq: int, stats: Mapping[str, Any]) -> None:
         """A backend's stats."""
-        body = {"at": _now(), "seq": seq, "stats": dict(stats)}
-        self._event(f"backend:{address}", topology.Topology.stats_event(address), body, None)
+        at = _now()
+        self._event(
+            f"backend:{address}",
+            topology.Topology.stats_event(address),
+            lambda: {"at": at, "seq": seq, "stats": dict(stats)},
+            None,
+        )
 
     # What must arrive
 
     async def tell(self, entry: outbox_store.Entry) -> None:
         """What stands in the outbox table: published until the broker has confirmed it."""
-        if entry.id in self._open:
+        if entry.id in self._open or self._dispatcher.is_full:
             return
         self._open.add(entry.id)
         try:
@@ -122,42 +104,41 @@ class Outbox:
         elif entry.job is not None:
             await self._tell_job(entry, entry.job)
         else:
-            self._told.append(entry.id)
-            self._wake.set()
+            self._dispatcher.note_told(entry.id)
 
     async def tell_end(self, ended: jobs.Ended) -> None:
         """A job's end, and with it its volume's last word."""
         await self.tell(outbox_store.Entry(ended.outbox_id, job=ended.job, event=ended.event))
 
     def _tell_letter(self, entry_id: int, letter: outbox_store.Letter) -> None:
+        # At once: one that cannot be restored must not stop the others.
         message = letters.restore(letter.body, letter.properties, letter.properties["reasons"])
-        self._replies.append(
-            _Item(self._names.dead, "", message, mandatory=True, parcel=_Parcel(entry_id, parts=1))
+        parcel = dispatcher.Parcel(entry_id, parts=1)
+        self._dispatcher.put(
+            dispatcher.Item(self._names.dead, "", lambda: message, mandatory=True, parcel=parcel)
         )
-        self._wake.set()
 
     async def _tell_job(self, entry: outbox_store.Entry, job: jobs.Job) -> None:
-        parcel = _Parcel(entry.id, parts=1)
-        result = await self._result(job) if job.reply_to else None
+        parcel = dispatcher.Parcel(entry.id, parts=1)
+        result = replies.marked(await self._result(job), job.endings) if job.reply_to else None
         if not entry.reply_only:
             self._say_end(entry, job, parcel)
         if result is not None:
             parcel.parts += 1
             self._reply(job, result, replies.ReplyType.RESULT, parcel)
-        self._settle(parcel)
-        self._wake.set()
+        self._dispatcher.settle(parcel)
 
-    def _say_end(self, entry: outbox_store.Entry, job: jobs.Job, parcel: _Parcel) -> None:
+    def _say_end(self, entry: outbox_store.Entry, job: jobs.Job, parcel: dispatcher.Parcel) -> None:
         if _is_dead_letter(job):
             parcel.parts += 1
-            self._replies.append(self._dead_letter(job, parcel))
+            self._dispatcher.put(self._dead_letter(job, parcel))
         parcel.parts += 1
         subjects = {self._say_job_event(job, parcel)}
         if entry.event is not None:
             parcel.parts += 1
             subjects.add(self._say_volume_event(entry.event, parcel))
         if job.reply_to:
-            self._due |= subjects
+            self._dispatcher.hurry(subjects)
 
     async def _result(self, job: jobs.Job) -> dict[str, Any]:
         if job.error is not None and job.state is not resources.JobState.SUCCEEDED:
@@ -173,16 +154,53 @@ class Outbox:
         result["data"] = connections.with_secrets(connection)
         return replies.result(job.id, job.method, result)
 
-    def _dead_letter(self, job: jobs.Job, parcel: _Parcel) -> _Item:
+    def _dead_letter(self, job: jobs.Job, parcel: dispatcher.Parcel) -> dispatcher.Item:
         reasons = letters.reason_headers(
             error=job.error or {},
             origin=job.address,
             job_id=job.id,
             attempts=job.attempt,
             first_failed_at=job.first_failed_at,
+            history=job.history,
         )
         message = letters.restore(job.body, job.properties, reasons)
-        return _Item(self._names.dead, "", message, mandatory=True, parcel=parcel, job_id=job.id)
+        return dispatcher.Item(
+            self._names.dead,
+            "",
+            lambda: message,
+            mandatory=True,
+            parcel=parcel,
+            job_id=job.id,
+        )
+
+    async def _forget(self, told: Sequence[int]) -> bool:
+        try:
+            await outbox_store.delete(self._store, told)
+        except errors.Unreachable as error:
+            log.warning("outbox.database_away", error=error.message)
+            return False
+        self._open.difference_update(told)
+        return True
+
+    async def _sweep(self) -> None:
+        """Tells what a worker that is gone had still to tell; keeps others from telling ours."""
+        before: set[int] = set()
+        while True:
+            with contextlib.suppress(errors.Unreachable):
+                # Most are told before they would have to be touched.
+                if lasting := self._open & before:
+                    await outbox_store.touch(self._store, lasting)
+                before = set(self._open)
+                await self._adopt()
+            await asyncio.sleep(SWEEP_INTERVAL)
+
+    async def _adopt(self) -> None:
+        if self._dispatcher.is_full:
+            return
+        for entry in await outbox_store.adopt(
+            self._store, addresses=self._addresses, older_than=SWEEP_AGE, limit=SWEEP_BATCH
+        ):
+            await self.tell(entry)
 
     # Making messages
 
@@ -191,7 +209,7 @@ class Outbox:
         job: jobs.Job,
         body: Mapping[str, Any],
         kind: replies.ReplyType,
-        parcel: _Parcel | None,
+        parcel: dispatcher.Parcel | None,
     ) -> None:
         assert job.reply_to is not None
         identity = (
@@ -199,171 +217,54 @@ class Outbox:
             if kind is replies.ReplyType.RESULT
             else uuid.uuid4()
         )
-        message = reply_message(body, kind, identity, job.correlation_id)
-        self._replies.append(
-            _Item("", job.reply_to, message, may_be_mandatory(job.reply_to), parcel, job.id)
+        patience = 0.0
+        if job.deadline is not None:
+            patience = (job.deadline - datetime.datetime.now(datetime.UTC)).total_seconds()
+        self._dispatcher.put(
+            dispatcher.Item(
+                "",
+                job.reply_to,
+                lambda: reply_message(body, kind, identity, job.correlation_id),
+                may_be_mandatory(job.reply_to),
+                parcel,
+                job.id,
+                until=asyncio.get_running_loop().time() + patience,
+            )
         )
-        self._wake.set()
 
-    def _say_job_event(self, job: jobs.Job, parcel: _Parcel | None) -> str:
-        body = {"at": _now(), "seq": job.version, "job": job.to_wire()}
-        key = self._names.job_event(job.id, job.state)
-        return self._event(f"job:{job.id}", key, body, parcel)
+    def _say_job_event(self, job: jobs.Job, parcel: dispatcher.Parcel | None) -> str:
+        at = _now()
+        return self._event(
+            f"job:{job.id}",
+            self._names.job_event(job.id, job.state),
+            lambda: {"at": at, "seq": job.version, "job": job.to_wire()},
+            parcel,
+        )
 
-    def _say_volume_event(self, event: Mapping[str, Any], parcel: _Parcel | None) -> str:
+    def _say_volume_event(self, event: Mapping[str, Any], parcel: dispatcher.Parcel | None) -> str:
         volume = event["volume"]
         key = self._names.volume_event(volume["id"], volume["status"])
-        return self._event(f"volume:{volume['id']}", key, event, parcel)
+        return self._event(f"volume:{volume['id']}", key, lambda: event, parcel)
 
     def _event(
-        self, subject: str, routing_key: str, body: Mapping[str, Any], parcel: _Parcel | None
+        self,
+        subject: str,
+        routing_key: str,
+        body: Callable[[], Mapping[str, Any]],
+        parcel: dispatcher.Parcel | None,
     ) -> str:
-        message = aio_pika.Message(
-            json.dumps(body).encode(),
-            content_type=envelope.CONTENT_TYPE,
-            delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
-        )
-        # Taken out first, so that the newest of an object also keeps the order among objects.
-        overtaken = self._events.pop(subject, None)
-        self._events[subject] = _Item(
+        if parcel is None and self._dispatcher.is_full:
+            return subject  # a later word always follows
+        item = dispatcher.Item(
             self._names.events,
             routing_key,
-            message,
+            lambda: _event_message(body()),
             mandatory=False,
             parcel=parcel,
             subject=subject,
         )
-        if overtaken is not None and overtaken.parcel is not None:
-            self._settle(overtaken.parcel)
-        self._wake.set()
+        self._dispatcher.put_event(subject, item)
         return subject
-
-    # Publishing
-
-    async def run(self) -> None:
-        """Publishes until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._publish_all())
-            group.create_task(self._sweep())
-
-    async def flush(self, timeout: float) -> bool:
-        """Waits until everything is told, ``timeout`` seconds at most; whether it is."""
-        deadline = asyncio.get_running_loop().time() + timeout
-        while self._replies or self._events or self._open:
-            if asyncio.get_running_loop().time() > deadline:
-                return False
-            await asyncio.sleep(0.02)
-        return True
-
-    async def _publish_all(self) -> None:
-        loop = asyncio.get_running_loop()
-        events_at = 0.0
-        while True:
-            await self._wait_for_work(events_at)
-            batch = self._take_events(all_of_them=loop.time() >= events_at)
-            if batch and not self._events:
-                events_at = loop.time() + LINGER
-            batch += self._replies[:BATCH]
-            self._replies = self._replies[BATCH:]
-            kept = await self._publish_batch(batch)
-            await self._forget_told()
-            if kept:
-                self._keep(kept)
-                await asyncio.sleep(0.5)
-
-    def _take_events(self, *, all_of_them: bool) -> list[_Item]:
-        """The events of the next batch; one that comes from now on belongs to a later one."""
-        if all_of_them:
-            taken, self._events = list(self._events.values()), {}
-        else:
-            taken = [self._events.pop(one) for one in self._due if one in self._events]
-        self._due = set()
-        return taken
-
-    async def _forget_told(self) -> None:
-        told, self._told = self._told, []
-        if not told:
-            return
-        try:
-            await outbox_store.delete(self._store, told)
-        except errors.Unreachable as error:
-            log.warning("outbox.database_away", error=error.message)
-            self._told = told + self._told
-        else:
-            self._open.difference_update(told)
-
-    async def _wait_for_work(self, events_at: float) -> None:
-        """Waits for a reply, or for events whose time has come."""
-        loop = asyncio.get_running_loop()
-        while not (self._replies or self._told):
-            if self._events and loop.time() >= events_at:
-                return
-            self._wake.clear()
-            patience = max(events_at - loop.time(), 0) if self._events else None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience):
-                    await self._wake.wait()
-
-    def _keep(self, items: Sequence[_Item]) -> None:
-        """Puts back what the broker did not take; an event only if no newer one has come."""
-        for item in reversed(items):
-            if item.subject is None:
-                self._replies.insert(0, item)
-            elif item.subject not in self._events:
-                self._events[item.subject] = item
-            elif item.parcel is not None:
-                self._settle(item.parcel)
-
-    async def _publish_batch(self, batch: Sequence[_Item]) -> list[_Item]:
-        """Publishes all at once; returns what has to be tried again."""
-        sent = await asyncio.gather(*(self._publish(item) for item in batch))
-        kept = []
-        for item, is_sent in zip(batch, sent, strict=True):
-            if is_sent and item.parcel is not None:
-                self._settle(item.parcel)
-            elif not is_sent and (item.parcel is not None or item.exchange):
-                kept.append(item)
-        return kept
-
-    async def _publish(self, item: _Item) -> bool:
-        try:
-            await self._broker.publish(
-                item.message,
-                exchange=item.exchange,
-                routing_key=item.routing_key,
-                mandatory=item.mandatory,
-            )
-        except link.Unroutable:
-            if item.exchange:
-                log.warning("outbox.unroutable", exchange=item.exchange, job_id=str(item.job_id))
-                return False
-            # The result stays readable with get_job; a caller that is gone costs nothing.
-            log.warning("reply.undeliverable", job_id=str(item.job_id), reply_to=item.routing_key)
-        except errors.Unreachable:
-            return False
-        return True
-
-    def _settle(self, parcel: _Parcel) -> None:
-        parcel.parts -= 1
-        if parcel.parts == 0:
-            self._told.append(parcel.entry_id)
-            self._wake.set()
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_INTERVAL)
-            try:
-                entries = await outbox_store.pending(
-                    self._store,
-                    addresses=self._addresses,
-                    older_than=SWEEP_AGE,
-                    except_ids=self._open,
-                    limit=BATCH,
-                )
-            except errors.Unreachable:
-                continue
-            for entry in entries:
-                await self.tell(entry)
 
 
 def may_be_mandatory(reply_to: str) -> bool:
@@ -376,11 +277,20 @@ def reply_message(
 ) -> aio_pika.Message:
     """A reply as it is published."""
     return aio_pika.Message(
-        json.dumps(body).encode(),
+        fitting.encode(body, within="result" if body.get("ok") else "error"),
         type=kind,
         content_type=envelope.CONTENT_TYPE,
         correlation_id=correlation_id,
         message_id=str(identity),
+        delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
+    )
+
+
+def _event_message(body: Mapping[str, Any]) -> aio_pika.Message:
+    return aio_pika.Message(
+        fitting.encode(body, within=next(name for name in body if name not in ("at", "seq"))),
+        message_id=str(uuid.uuid4()),
+        content_type=envelope.CONTENT_TYPE,
         delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
     )
 

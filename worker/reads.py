@@ -1,4 +1,7 @@
-"""Requests that only read: answered from the records at once, leaving no job and no event."""
+"""Requests that only read: answered from the records at once, leaving no job and no event.
+
+``reconcile`` is answered here too: it has to work while every slot is taken, and may be repeated.
+"""
 
 import dataclasses
 import json
@@ -10,10 +13,13 @@ import pydantic
 
 from messages import errors, requests, topology
 from worker import backend
+from worker.reconciliation import reconciler
 from worker.store import database, jobs, volumes
 
 MAX_LIST_BYTES: Final = 4 * 1024 * 1024
 """Of JSON in one list: the broker takes 16 MiB in a message, and many lists may be asked for."""
+PART_CHARS: Final = 1024 * 1024
+"""Characters of a record's JSON text in one answer."""
 CHUNK: Final = 25
 """Records fetched at a time: a job has arguments of a MiB, so that no thousand is held at once."""
 
@@ -34,18 +40,24 @@ class Page:
 
 
 def is_read(method: requests.Method, args: pydantic.BaseModel) -> bool:
-    """Whether a request only reads; stats do unless they are to be taken anew."""
+    """Whether a request is answered without a job; stats are unless they are to be taken anew."""
     if isinstance(args, requests.GetVolumeStats):
         return not args.refresh
-    return method.kind is requests.Kind.READ
+    return method.kind in (requests.Kind.READ, requests.Kind.UPKEEP)
 
 
 class Reader:
     """Answers reads."""
 
-    def __init__(self, store: database.Database, backends: Mapping[str, backend.Backend]) -> None:
+    def __init__(
+        self,
+        store: database.Database,
+        backends: Mapping[str, backend.Backend],
+        reconcilers: Mapping[str, reconciler.Reconciler],
+    ) -> None:
         self._store = store
         self._backends = backends
+        self._reconcilers = reconcilers
 
     async def answer(
         self, method: str, address: str, args: pydantic.BaseModel
@@ -59,7 +71,8 @@ class Reader:
             case requests.VolumeOnly():
                 return await volumes.record(self._store, args.volume_id)
             case requests.GetJob():
-                return (await jobs.get(self._store, args.job_id)).to_wire()
+                record = (await jobs.get(self._store, args.job_id)).to_wire()
+                return record if args.offset is None else _part(record, args.offset)
             case requests.ListVolumes():
                 return (await self._list_volumes(address, args)).to_wire("volumes")
             case requests.ListJobs():
@@ -67,10 +80,16 @@ class Reader:
             case requests.ValidateConnector():
                 self._validate(address, args.connector)
                 return {}
+            case requests.Reconcile():
+                return await self._reconcile(address, args)
             case requests.GetVolumeStats():
                 self._backends[address].require()
                 return await self._backends[address].stats()
         raise errors.UnknownMethod(f"{method} is no read")
+
+    async def _reconcile(self, address: str, args: requests.Reconcile) -> Mapping[str, Any]:
+        repair = reconciler.ALL if args.repair else ()
+        return reconciler.to_wire(await self._reconcilers[address].run(repair=repair))
 
     def _validate(self, address: str, connector: requests.Connector) -> None:
         if connector.do_local_attach and connector.host == topology.host_of(address):
@@ -95,6 +114,13 @@ class Reader:
             after=args.after,
             limit=args.limit,
         )
+
+
+def _part(record: Mapping[str, Any], offset: int) -> dict[str, Any]:
+    """A part of a record's JSON text; the parts put together are the whole record."""
+    text = json.dumps(record)
+    part = text[offset : offset + PART_CHARS]
+    return {"id": record["id"], "offset": offset, "text": part, "total_chars": len(text)}
 
 
 async def list_volumes(

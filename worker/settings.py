@@ -106,6 +106,7 @@ class Settings(pydantic_settings.BaseSettings):
     drain_timeout: float = pydantic.Field(300.0, ge=0, allow_inf_nan=False)
     lease: float = pydantic.Field(30.0, ge=3, allow_inf_nan=False)
     stats_interval: Seconds = 10.0
+    reconcile_interval: Seconds = 60.0
     control_slots: int = pydantic.Field(32, ge=1, le=1000)
     data_slots: int = pydantic.Field(2, ge=1, le=1000)
     database_pool_size: int = pydantic.Field(8, ge=2, le=100)

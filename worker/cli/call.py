@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import re
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 import typer
@@ -93,7 +93,7 @@ async def _call(
     timeout: float,
     shown: progress.Watch | None,
 ) -> Mapping[str, Any]:
-    async with _client(configured) as volumes:
+    async with reach.caller(configured) as volumes:
         with shown or contextlib.nullcontext():
             return await volumes.call(
                 method, address, args, timeout=timeout, message_id=identity, on_status=shown
@@ -107,19 +107,8 @@ async def _cast(
     args: Mapping[str, Any],
     timeout: float,
 ) -> str:
-    async with _client(configured) as volumes:
+    async with reach.caller(configured) as volumes:
         return str(await volumes.cast(method, address, args, timeout=timeout))
-
-
-@contextlib.asynccontextmanager
-async def _client(configured: settings.Settings) -> AsyncIterator[client.Client]:
-    # A client waits for a broker that is away; here somebody waits for the client.
-    async with reach.broker(configured.broker_url):
-        pass
-    async with client.Client(
-        configured.broker_url, namespace=configured.namespace, name="volume-worker call"
-    ) as volumes:
-        yield volumes
 
 
 def _print_cast(job_id: str, as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line

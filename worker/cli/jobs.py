@@ -1,16 +1,18 @@
 """``volume-worker jobs``: jobs as recorded, with the broker there or away."""
 
 import asyncio
+import dataclasses
+import datetime
 import uuid
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import rich.text
 import typer
 
-from messages import resources
+from messages import client, replies, resources
 from worker import reads, settings
-from worker.cli import listing, options, output, progress, reach
+from worker.cli import failures, listing, options, output, progress, reach
 from worker.store import jobs
 
 commands = typer.Typer(
@@ -18,6 +20,9 @@ commands = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+WATCH_INTERVAL: Final = 0.5
+"""Seconds between looks at a job that is watched."""
 
 _STYLES = {"succeeded": "green", "failed": "red", "dead": "bold red", "running": "cyan"}
 
@@ -71,6 +76,71 @@ def show(
         **{name: output.moment(job[name]) for name in job if name.endswith("_at")},
     }
     output.print_record(readable.items())
+
+
+@commands.command("cancel")
+def cancel(
+    job_id: Annotated[uuid.UUID, typer.Argument(metavar="ID")],
+    *,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, max=10**7, help="Seconds to wait for its end.")
+    ] = client.DEFAULT_TIMEOUT,
+    config: options.Config = None,
+    as_json: options.Json = False,
+) -> None:
+    """Cancels a job and waits until it has ended, and what it did is undone."""
+    job = asyncio.run(_cancel(settings.load(config), job_id, timeout))
+    if as_json:
+        output.print_json(job)
+    else:
+        output.say(f"{job_id} is {job['state']}")
+
+
+@commands.command("watch")
+def watch(
+    job_id: Annotated[uuid.UUID, typer.Argument(metavar="ID")],
+    *,
+    config: options.Config = None,
+    as_json: options.Json = False,
+) -> None:
+    """Shows how far a job has come until it has ended; fails where the job does."""
+    job = asyncio.run(_watch(settings.load(config), job_id, as_json=as_json))
+    if as_json:
+        output.print_json(job)
+    else:
+        output.say(f"{job_id} is {job['state']}" + (f": {news}" if (news := _news(job)) else ""))
+    if job["state"] != resources.JobState.SUCCEEDED:
+        raise typer.Exit(failures.ExitCode.FAILED)
+
+
+async def _cancel(
+    configured: settings.Settings, job_id: uuid.UUID, timeout: float
+) -> Mapping[str, Any]:
+    async with reach.records(configured) as store:
+        address = (await jobs.get(store, job_id)).address
+    async with reach.caller(configured) as volumes:
+        return await volumes.call("cancel_job", address, {"job_id": str(job_id)}, timeout=timeout)
+
+
+async def _watch(
+    configured: settings.Settings, job_id: uuid.UUID, *, as_json: bool
+) -> Mapping[str, Any]:
+    async with reach.records(configured) as store:
+        job = await jobs.get(store, job_id)
+        with progress.watch(job.method, as_json=as_json) as shown:
+            version = -1
+            while True:
+                if job.version != version:
+                    version = job.version
+                    shown(
+                        replies.status(
+                            dataclasses.asdict(job), datetime.datetime.now(datetime.UTC).isoformat()
+                        )
+                    )
+                if job.state in resources.ENDED:
+                    return job.to_wire()
+                await asyncio.sleep(WATCH_INTERVAL)
+                job = await jobs.get(store, job_id)
 
 
 async def _list(configured: settings.Settings, **filters: Any) -> reads.Page:

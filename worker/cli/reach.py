@@ -13,7 +13,7 @@ import aio_pika.abc
 import aio_pika.exceptions
 import pydantic
 
-from messages import errors, link, redaction
+from messages import client, errors, link, redaction
 from worker import settings
 from worker.store import database, installation
 
@@ -55,6 +55,22 @@ async def _connect(url: pydantic.SecretStr) -> aio_pika.abc.AbstractConnection:
     raise errors.Unreachable(
         f"the broker at {place(url)} cannot be reached: {redaction.mask_text(reason)}"
     )
+
+
+@contextlib.asynccontextmanager
+async def caller(configured: settings.Settings) -> AsyncIterator[client.Client]:
+    """A client of the installation.
+
+    Raises:
+        Unreachable: with what to look at.
+    """
+    # A client waits for a broker that is away; here somebody waits for the client.
+    async with broker(configured.broker_url):
+        pass
+    async with client.Client(
+        configured.broker_url, namespace=configured.namespace, name="volume-worker command"
+    ) as opened:
+        yield opened
 
 
 def _refusal(error: aio_pika.exceptions.AMQPError) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from worker.operations import attachments, connections, copies, exports, stats, volumes
+from worker.operations import attachments, cancelling, connections, copies, exports, stats, volumes
 from worker.operations.base import Operation
 
 OPERATIONS: Final[Mapping[str, Operation]] = {
@@ -13,5 +13,6 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     **attachments.OPERATIONS,
     **copies.OPERATIONS,
     **stats.OPERATIONS,
+    **cancelling.OPERATIONS,
 }
 """Every method that is carried out by a job."""

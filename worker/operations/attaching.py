@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final, Self
 
@@ -10,7 +11,7 @@ import structlog
 from messages import errors, requests, resources
 from worker.connectors import base as connectors
 from worker.operations import base, connections
-from worker.store import volumes
+from worker.store import database, jobs, volumes
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +34,7 @@ async def attached(
         undo.push(lambda force: _withdraw(context, volume, connector, remote=remote, force=force))
         info = await _give_access(context, volume, connector, remote=remote)
         kind = context.connectors.get(info["driver_volume_type"])
-        key = f"{context.job.id}-{'src' if read_only else 'dst'}"
+        key = device_key(context.job.id, read_only=read_only)
         undo.push(lambda force: kind.disconnect_volume(info["data"], key=key, force=force))
         device: connectors.Device = await kind.connect_volume(
             info["data"], key=key, access=connectors.Access.STREAM, read_only=read_only
@@ -43,6 +44,11 @@ async def attached(
                 f"volume {volume.id} is attached but cannot be read", volume_id=str(volume.id)
             )
         yield device
+
+
+def device_key(job_id: uuid.UUID, *, read_only: bool) -> str:
+    """What a connector knows a job's source (read-only) or destination by."""
+    return f"{job_id}-{'src' if read_only else 'dst'}"
 
 
 async def withdraw(
@@ -85,7 +91,8 @@ async def _give_access(
                 parent_job=context.job.id,
                 timeout=REMOTE_TIMEOUT,
             )
-        except errors.Unreachable as error:
+        except (errors.Unreachable, errors.DeadlineExceeded) as error:
+            # The deadline of that call is this worker's patience, and not what the caller set.
             raise errors.DeviceUnavailable(
                 f"the worker at {volume.address} did not give access: {error.message}",
                 volume_id=str(volume.id),
@@ -107,6 +114,9 @@ async def _withdraw(
     if not remote:
         await connections.end(context, context.backend_at(volume.address), volume, connector)
         return
+    if not await jobs.renew(context.store, [context.job], lease=context.lease):
+        # Whoever has the job now may have been given this access again.
+        raise database.LeaseLost("terminate_connection")
     try:
         await context.remote.call(
             "terminate_connection",

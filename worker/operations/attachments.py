@@ -14,7 +14,7 @@ async def _attach(context: base.Context) -> base.Outcome:
     backend = context.backend
     args: requests.AttachVolume = context.args
     before = await context.volume(args.volume_id)
-    attachment_id = uuid.uuid5(context.job.id, "attachment")
+    attachment_id = _attachment_id(context.job.id)
     for there in before.attachments:
         if _is_same(there, args) and there.id != attachment_id:
             return base.Outcome(result=there.to_wire())
@@ -46,6 +46,21 @@ async def _attach(context: base.Context) -> base.Outcome:
     return base.Outcome(result=attachment.to_wire(), change=change)
 
 
+async def _undo_attach(context: base.Context) -> None:
+    args: requests.AttachVolume = context.args
+    volume = await volumes.find(context.store, args.volume_id)
+    if volume is not None and volume.status_job == context.job.id:
+        await context.backend.driver.detach_volume(base.reference(volume))
+        await volumes.end_attachments(
+            context.store, context.job, volume.id, _attachment_id(context.job.id)
+        )
+
+
+def _attachment_id(job_id: uuid.UUID) -> uuid.UUID:
+    # Made from the job's id, so that every attempt means the same attachment.
+    return uuid.uuid5(job_id, "attachment")
+
+
 async def _detach(context: base.Context) -> base.Outcome:
     backend = context.backend
     args: requests.DetachVolume = context.args
@@ -73,6 +88,16 @@ async def _detach(context: base.Context) -> base.Outcome:
     return base.Outcome(result={}, change=change)
 
 
+async def _take_back_detach(context: base.Context) -> None:
+    args: requests.DetachVolume = context.args
+    volume = await volumes.find(context.store, args.volume_id)
+    if volume is not None and volume.status_job == context.job.id:
+        for there in volume.attachments:
+            await context.backend.driver.attach_volume(
+                base.reference(volume), there.instance_uuid, there.host_name, there.mountpoint
+            )
+
+
 def _is_same(there: resources.Attachment, args: requests.AttachVolume) -> bool:
     return (
         there.instance_uuid == args.instance_uuid
@@ -86,8 +111,12 @@ OPERATIONS: Final[Mapping[str, base.Operation]] = {
     "attach_volume": base.Operation(
         _attach,
         lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL, statuses=base.USABLE)],
+        undo=_undo_attach,
+        take_back=_undo_attach,
     ),
     "detach_volume": base.Operation(
-        _detach, lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL)]
+        _detach,
+        lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL)],
+        take_back=_take_back_detach,
     ),
 }

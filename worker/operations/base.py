@@ -39,8 +39,16 @@ class Context:
     store: database.Database
     remote: client.Client
     connectors: registry.Registry
+    lease: float
+    """Seconds for which the worker may stand still, and still have the job."""
     say_volume: Callable[[Mapping[str, Any]], None]
     progress: Callable[[resources.Progress], Awaitable[None]]
+    cancel: Callable[[uuid.UUID], Awaitable[jobs.Job]]
+    """Has a job cancelled, wherever it runs; returns it when it has ended."""
+    on_child: Callable[[int], Awaitable[None]]
+    """Keeps the pid of a process that works for the job, before it does anything."""
+    on_cancel: jobs.VolumeChange | None = None
+    """What becomes of the volume if the job is cancelled now, where nothing else is said."""
     on_failure: jobs.VolumeChange | None = None
     """What becomes of the volume if the job ends in an error now, where settling it by its
     passing status (``creating`` to ``error``, ``maintenance`` back, …) would be wrong."""
@@ -115,6 +123,9 @@ class Operation:
     """Whether it may run for another job, passing that job's locks."""
     undo: Callable[[Context], Awaitable[None]] | None = None
     """Gives back what an earlier attempt has acquired, where there will be no other attempt."""
+    take_back: Callable[[Context], Awaitable[None]] | None = None
+    """Undoes what the job did, where it was cancelled, beside what the operation undoes itself.
+    Without it, ``undo`` gives back what an earlier attempt has acquired."""
 
 
 def parse(job: jobs.Job) -> pydantic.BaseModel:
@@ -162,6 +173,7 @@ def refusal(job: jobs.Job) -> errors.VolumeWorkerError:
     code = details.pop("code")
     volume_id = details.get("volume_id")
     texts = {
+        "Cancelled": "the job was cancelled before it had begun",
         "VolumeNotFound": f"there is no volume {volume_id}",
         "VolumeExists": f"volume {volume_id} exists",
         "WrongAddress": wrong_address(volume_id, str(details.get("address"))).message,

@@ -65,7 +65,10 @@ async def disconnect(
     *,
     force: bool,
 ) -> None:
-    """Ends connections of a volume (all, without ``ids``), and an export made for them alone."""
+    """Ends connections of a volume (all, without ``ids``), and an export made for them alone.
+
+    The export also where there is no connection to end: an earlier attempt may have come so far.
+    """
     reference = base.reference(volume)
     for connection in await connections.ending(context.store, context.job, volume.id, ids):
         if not connection.is_local:
@@ -89,9 +92,8 @@ async def end(
 ) -> None:
     """Ends the connection of a connector, if there is one."""
     found = await connections.find_for(context.store, volume.id, connector)
-    if found is not None:
-        async with backend.serving.together():
-            await disconnect(context, backend, volume, [found.id], force=True)
+    async with backend.serving.together():
+        await disconnect(context, backend, volume, [] if found is None else [found.id], force=True)
 
 
 def as_target_sees(connection: connections.Connection) -> targets.Connection:
@@ -164,8 +166,8 @@ async def _undo(context: base.Context) -> None:
     args: requests.InitializeConnection = context.args
     volume = await context.volume(args.volume_id)
     found = await connections.find_for(context.store, volume.id, args.connector)
-    # One that was live before is not this job's to end.
-    if found is not None and found.state is connections.State.MAKING:
+    # One that was there before is not this job's to end.
+    if found is not None and found.made_by == context.job.id:
         async with context.backend.serving.together():
             await disconnect(context, context.backend, volume, [found.id], force=True)
 
@@ -175,9 +177,8 @@ async def _terminate(context: base.Context) -> base.Outcome:
     backend = context.backend
     volume = await context.volume(args.volume_id)
     ids = await _which(context, volume, args)
-    if ids is None or ids:
-        async with backend.serving.together():
-            await disconnect(context, backend, volume, ids, force=args.force)
+    async with backend.serving.together():
+        await disconnect(context, backend, volume, ids, force=args.force)
     return base.Outcome(result={}, change=jobs.VolumeChange(volume.id))
 
 
@@ -205,6 +206,7 @@ OPERATIONS: Final[Mapping[str, base.Operation]] = {
         lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL, statuses=base.USABLE)],
         takes_parent=True,
         undo=_undo,
+        take_back=_undo,
     ),
     "terminate_connection": base.Operation(
         _terminate,

@@ -76,6 +76,9 @@ async def _move(
             source_changes=source_changes,
             bytes_per_second=args.bytes_per_second,
             on_progress=lambda progress: context.progress(_progress(progress)),
+            on_child=context.on_child,
+            # It is fed three times a lease, the last time perhaps long after the last renewal.
+            lease_seconds=context.lease * 2 / 3,
         )
 
     # Before the connections are looked at: any that comes or goes later has raised it.

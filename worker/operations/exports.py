@@ -1,5 +1,6 @@
 """create_export, ensure_export, remove_export."""
 
+import asyncio
 import contextlib
 import pathlib
 from collections.abc import Mapping
@@ -25,17 +26,17 @@ async def make(
     export: volumes.Export,
 ) -> None:
     """Exports a volume, recorded first; undone if it fails."""
-    await volumes.set_export(context.store, context.job, volume.id, export)
     try:
+        await volumes.set_export(context.store, context.job, volume.id, export)
         location = await backend.target.create_export(
             base.reference(volume), path_of(backend, volume)
         )
+        await volumes.set_export(context.store, context.job, volume.id, export, location)
     except BaseException:
         # Without the lease it is the next attempt's to undo.
         with contextlib.suppress(database.LeaseLost):
             await _unmake(context, backend, volume)
         raise
-    await volumes.set_export(context.store, context.job, volume.id, export, location)
 
 
 async def _unmake(context: base.Context, backend: backends.Backend, before: volumes.Volume) -> None:
@@ -57,12 +58,41 @@ async def remove(context: base.Context, backend: backends.Backend, volume: volum
     await volumes.set_export(context.store, context.job, volume.id, volumes.Export.NONE)
 
 
+async def end(context: base.Context, backend: backends.Backend, volume: volumes.Volume) -> None:
+    """Ends a volume's export, as somebody asked for; made again where that is cancelled."""
+    async with backend.serving.together():
+        try:
+            await remove(context, backend, volume)
+        except asyncio.CancelledError:
+            with contextlib.suppress(database.LeaseLost):
+                await make(context, backend, volume, volume.export)
+            raise
+
+
+async def take_back_end(context: base.Context, volume: volumes.Volume) -> None:
+    """Makes an export again whose end an earlier attempt has begun."""
+    is_half_ended = volume.export is volumes.Export.IMPLICIT and not volume.connections
+    if context.job.resumed and is_half_ended:
+        backend = context.backend
+        async with backend.serving.together():
+            await make(context, backend, volume, volumes.Export.EXPLICIT)
+
+
 async def _create(context: base.Context) -> base.Outcome:
     args: requests.VolumeOnly = context.args
     volume = await context.volume(args.volume_id)
     async with context.backend.serving.together():
         await make(context, context.backend, volume, volumes.Export.EXPLICIT)
     return base.Outcome(change=jobs.VolumeChange(volume.id))
+
+
+async def _undo(context: base.Context) -> None:
+    args: requests.VolumeOnly = context.args
+    volume = await context.volume(args.volume_id)
+    # One that was there before stays, and so does one that somebody uses by now.
+    if volume.export_job == context.job.id and not volume.connections:
+        async with context.backend.serving.together():
+            await remove(context, context.backend, volume)
 
 
 async def _ensure(context: base.Context) -> base.Outcome:
@@ -85,9 +115,13 @@ async def _remove(context: base.Context) -> base.Outcome:
         )
     if volume.export is volumes.Export.NONE:
         return base.Outcome(result={})
-    async with context.backend.serving.together():
-        await remove(context, context.backend, volume)
+    await end(context, context.backend, volume)
     return base.Outcome(change=jobs.VolumeChange(volume.id))
+
+
+async def _take_back_remove(context: base.Context) -> None:
+    args: requests.VolumeOnly = context.args
+    await take_back_end(context, await context.volume(args.volume_id))
 
 
 def _needs(_job_id: object, args: requests.VolumeOnly) -> list[jobs.Need]:
@@ -95,9 +129,11 @@ def _needs(_job_id: object, args: requests.VolumeOnly) -> list[jobs.Need]:
 
 
 OPERATIONS: Final[Mapping[str, base.Operation]] = {
-    "create_export": base.Operation(_create, _needs),
-    "ensure_export": base.Operation(_ensure, _needs),
+    "create_export": base.Operation(_create, _needs, undo=_undo, take_back=_undo),
+    "ensure_export": base.Operation(_ensure, _needs, undo=_undo, take_back=_undo),
     "remove_export": base.Operation(
-        _remove, lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL)]
+        _remove,
+        lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL)],
+        take_back=_take_back_remove,
     ),
 }

@@ -1,11 +1,12 @@
 """create_volume, delete_volume, extend_volume."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from messages import errors, requests
 from messages.resources import VolumeStatus
+from worker import backend as backends
 from worker.operations import base, exports
 from worker.store import connections, jobs, volumes
 
@@ -51,18 +52,42 @@ async def _create(context: base.Context) -> base.Outcome:
     return base.Outcome(change=jobs.VolumeChange(volume.id, columns))
 
 
+async def _take_back_create(context: base.Context) -> None:
+    args: requests.CreateVolume = context.args
+    volume = await volumes.find(context.store, _new_id(context.job.id, args))
+    if volume is None or volume.status_job != context.job.id:
+        return
+    await context.backend.driver.delete_volume(base.reference(volume))
+    context.backend.changed.set()
+    context.on_failure = jobs.VolumeChange(volume.id, drop=True)
+
+
 async def _delete(context: base.Context) -> base.Outcome:
     backend = context.backend
     args: requests.DeleteVolume = context.args
     await _require_idle(context, args.volume_id)
     volume = await context.take(args.volume_id, VolumeStatus.DELETING, allowed=_DELETABLE)
-    reference = base.reference(volume)
-    if volume.export is not volumes.Export.NONE:
-        async with backend.serving.together():
-            await backend.target.remove_export(reference)
-    await backend.driver.delete_volume(reference)
+    is_exported = volume.export is not volumes.Export.NONE
+    if is_exported or not context.job.resumed:
+        context.on_cancel = base.back(volume)
+    if is_exported:
+        await exports.end(context, backend, volume)
+    # From here on nobody can tell what is left of its data.
+    context.on_cancel = None
+    await backend.driver.delete_volume(base.reference(volume))
     backend.changed.set()
     return base.Outcome(result={}, change=jobs.VolumeChange(volume.id, drop=True))
+
+
+async def _take_back_delete(context: base.Context) -> None:
+    args: requests.DeleteVolume = context.args
+    volume = await volumes.find(context.store, args.volume_id)
+    if volume is None or volume.status_job != context.job.id:
+        return
+    if volume.export is not volumes.Export.NONE:
+        # Its export goes first, so its data was not touched.
+        context.on_failure = base.back(volume)
+        await exports.take_back_end(context, volume)
 
 
 async def _extend(context: base.Context) -> base.Outcome:
@@ -93,10 +118,36 @@ async def _extend(context: base.Context) -> base.Outcome:
         context.on_failure = base.back(volume)
         raise
     backend.changed.set()
+    await _show_size(backend, volume, live)
+    return base.Outcome(change=base.back(volume, size_bytes=args.new_size_bytes))
+
+
+async def _show_size(
+    backend: backends.Backend, volume: volumes.Volume, live: Sequence[connections.Connection]
+) -> None:
+    """Lets those who are connected know that the volume has grown."""
     if any(not connection.is_local for connection in live):
         path = exports.path_of(backend, volume)
         await backend.target.extend_volume(base.reference(volume), path)
-    return base.Outcome(change=base.back(volume, size_bytes=args.new_size_bytes))
+
+
+async def _take_back_extend(context: base.Context) -> None:
+    """Nothing shrinks a volume: the storage is asked how large it is now."""
+    args: requests.ExtendVolume = context.args
+    volume = await volumes.find(context.store, args.volume_id)
+    if volume is None or volume.status_job != context.job.id:
+        return
+    backend = context.backend
+    size = await backend.driver.find_volume(base.reference(volume))
+    if size is None or size < volume.size_bytes:
+        return
+    is_done = size >= args.new_size_bytes
+    context.on_failure = base.back(
+        volume, size_bytes=args.new_size_bytes if is_done else volume.size_bytes
+    )
+    if is_done:
+        backend.changed.set()
+        await _show_size(backend, volume, await connections.of_volume(context.store, volume.id))
 
 
 async def _require_idle(context: base.Context, volume_id: uuid.UUID) -> None:
@@ -115,15 +166,18 @@ OPERATIONS: Final[Mapping[str, base.Operation]] = {
         lambda job_id, args: [
             jobs.Need(_new_id(job_id, args), jobs.LockMode.EXCLUSIVE, known=False)
         ],
+        take_back=_take_back_create,
     ),
     "delete_volume": base.Operation(
         _delete,
         lambda _, args: [
             jobs.Need(args.volume_id, jobs.LockMode.EXCLUSIVE, idle=True, statuses=_DELETABLE)
         ],
+        take_back=_take_back_delete,
     ),
     "extend_volume": base.Operation(
         _extend,
         lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.EXCLUSIVE, statuses=base.USABLE)],
+        take_back=_take_back_extend,
     ),
 }

@@ -63,6 +63,7 @@ class Rate:
 
 
 OnProgress = Callable[[Progress], Awaitable[None]]
+OnChild = Callable[[int], Awaitable[None]]
 
 
 async def copy(
@@ -75,6 +76,7 @@ async def copy(
     source_changes: bool,
     bytes_per_second: int | Rate | None = None,
     on_progress: OnProgress | None = None,
+    on_child: OnChild | None = None,
     lease_seconds: float = 30.0,
     run_as_root: bool = False,
 ) -> Copied:
@@ -86,6 +88,7 @@ async def copy(
         verify: read the destination back, compare it and give its digest.
         source_changes: the source is in use, so what is read back is compared with what was sent.
         bytes_per_second: the most that the copy itself may move; reading back is not slowed down.
+        on_child: called with the pid of the child before it is told what to do.
         lease_seconds: the child ends itself when this process has stood still for so long.
 
     Raises:
@@ -106,7 +109,7 @@ async def copy(
         "lease_seconds": lease_seconds,
     }
     async with (
-        _started(execute, request, run_as_root=run_as_root) as child,
+        _started(execute, request, on_child, run_as_root=run_as_root) as child,
         _fed(child, rate, lease_seconds / _FEEDS_PER_LEASE),
     ):
         return await _outcome(child, on_progress)
@@ -114,11 +117,17 @@ async def copy(
 
 @contextlib.asynccontextmanager
 async def _started(
-    execute: process.Executor, request: dict[str, Any], *, run_as_root: bool
+    execute: process.Executor,
+    request: dict[str, Any],
+    on_child: OnChild | None,
+    *,
+    run_as_root: bool,
 ) -> AsyncIterator[process.Child]:
     """A child with its request; ended, and gone, after the block."""
     child = await execute.start(sys.executable, *_COPIER, run_as_root=run_as_root)
     try:
+        if on_child:
+            await on_child(child.pid)
         await child.write_line(json.dumps(request).encode())
         yield child
     finally:

@@ -1,0 +1,249 @@
+"""Sending what the outbox hands over: in batches, in order per object, confirmed.
+
+Of an object's events only the newest of a batch is sent, and events wait a moment for a newer one.
+Replies do not wait. One that has nowhere to go holds up no other: it is tried again by itself.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Final
+
+import aio_pika
+import structlog
+
+from messages import errors, link
+from worker import broker, retry
+
+log = structlog.get_logger(__name__)
+
+LINGER: Final = 0.05
+"""Seconds that an event waits for a newer one of the same object."""
+BATCH: Final = 200
+PAUSE: Final = 0.5
+"""Seconds until what the broker did not take is sent again."""
+APART_BASE: Final = 1.0
+APART_CAP: Final = 30.0
+"""Seconds between tries of what its queue does not take, and what others need not wait for."""
+MANY: Final = 10_000
+"""Items beyond which nothing more is taken in: it stands in the outbox table."""
+
+
+class Parcel:
+    """An entry of the outbox table with the messages it takes to tell it."""
+
+    def __init__(self, entry_id: int, parts: int) -> None:
+        self.entry_id = entry_id
+        self.parts = parts
+
+
+@dataclasses.dataclass(slots=True)
+class Item:
+    """One message to publish; it is made when it is, since many are overtaken before."""
+
+    exchange: str
+    routing_key: str
+    make: Callable[[], aio_pika.Message]
+    mandatory: bool
+    parcel: Parcel | None = None
+    job_id: uuid.UUID | None = None
+    subject: str | None = None
+    """What an event is about; None for what is no event."""
+    until: float = 0.0
+    """By the loop's clock: until then somebody may wait for it although no queue is there."""
+    tries: int = 0
+
+
+class Dispatcher:
+    """Publishes; :meth:`run` is its life.
+
+    Args:
+        on_told: called with the entries that need nothing more; False where that could not be
+            noted, and is to be tried again.
+    """
+
+    def __init__(
+        self, to: broker.Broker, on_told: Callable[[Sequence[int]], Awaitable[bool]]
+    ) -> None:
+        self._broker = to
+        self._on_told = on_told
+        self._replies: list[Item] = []
+        self._events: dict[str, Item] = {}
+        self._due: set[str] = set()
+        """What events are about that must not wait."""
+        self._told: list[int] = []
+        self._apart: dict[object, Item] = {}
+        """What is tried again by itself: events by their subject."""
+        self._missing: set[str] = set()
+        """Exchanges that are not there."""
+        self._wake = asyncio.Event()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything waits to be sent that can be."""
+        return bool(self._replies or self._events or self._told)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits that nothing more should be handed over."""
+        return len(self._replies) + len(self._events) + len(self._apart) > MANY
+
+    @property
+    def apart(self) -> Collection[int]:
+        """The entries that wait for a queue to be there, or to have room."""
+        parcels = [item.parcel for item in self._apart.values()]
+        return {parcel.entry_id for parcel in parcels if parcel is not None}
+
+    def put(self, item: Item) -> None:
+        """Sends something with the next batch."""
+        self._replies.append(item)
+        self._wake.set()
+
+    def put_event(self, subject: str, item: Item) -> None:
+        """Sends an event soon, unless a newer one of its subject comes."""
+        # Taken out first, so that the newest of an object also keeps the order among objects.
+        for overtaken in (self._events.pop(subject, None), self._apart.pop(subject, None)):
+            if overtaken is not None and overtaken.parcel is not None:
+                self.settle(overtaken.parcel)
+        self._events[subject] = item
+        self._wake.set()
+
+    def hurry(self, subjects: Collection[str]) -> None:
+        """Lets the events of these go with the next batch, before the replies in it."""
+        self._due |= set(subjects)
+
+    def settle(self, parcel: Parcel) -> None:
+        """One message of an entry needs nothing more."""
+        parcel.parts -= 1
+        if parcel.parts == 0:
+            self.note_told(parcel.entry_id)
+
+    def note_told(self, entry_id: int) -> None:
+        """An entry needs nothing more."""
+        self._told.append(entry_id)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Publishes until cancelled."""
+        loop = asyncio.get_running_loop()
+        events_at = 0.0
+        while True:
+            await self._wait_for_work(events_at)
+            batch = self._take_events(all_of_them=loop.time() >= events_at)
+            if batch and not self._events:
+                events_at = loop.time() + LINGER
+            batch += self._replies[:BATCH]
+            self._replies = self._replies[BATCH:]
+            kept = await self._publish(batch)
+            await self._forget_told()
+            if kept:
+                self._keep(kept)
+                await asyncio.sleep(PAUSE)
+
+    async def _wait_for_work(self, events_at: float) -> None:
+        """Waits for a reply, or for events whose time has come."""
+        loop = asyncio.get_running_loop()
+        while not (self._replies or self._told):
+            if self._events and loop.time() >= events_at:
+                return
+            self._wake.clear()
+            patience = max(events_at - loop.time(), 0) if self._events else None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await self._wake.wait()
+
+    def _take_events(self, *, all_of_them: bool) -> list[Item]:
+        """The events of the next batch; one that comes from now on belongs to a later one."""
+        if all_of_them:
+            taken, self._events = list(self._events.values()), {}
+        else:
+            taken = [self._events.pop(one) for one in self._due if one in self._events]
+        self._due = set()
+        return taken
+
+    async def _forget_told(self) -> None:
+        told, self._told = self._told, []
+        if told and not await self._on_told(told):
+            self._told = told + self._told
+
+    def _keep(self, items: Sequence[Item]) -> None:
+        """Puts back what the broker did not take; an event only if no newer one has come."""
+        for item in reversed(items):
+            if item.subject is None:
+                self._replies.insert(0, item)
+            elif item.subject not in self._events:
+                self._events[item.subject] = item
+            elif item.parcel is not None:
+                self.settle(item.parcel)
+
+    async def _publish(self, batch: Sequence[Item]) -> list[Item]:
+        """Publishes all at once; returns what has to be tried again."""
+        if not batch:
+            return []
+        outcomes = await self._broker.publish_all(
+            [
+                link.Outgoing(item.make(), item.exchange, item.routing_key, item.mandatory)
+                for item in batch
+            ]
+        )
+        return [
+            item
+            for item, error in zip(batch, outcomes, strict=True)
+            if not self._is_dealt_with(item, error)
+        ]
+
+    def _is_dealt_with(self, item: Item, error: errors.VolumeWorkerError | None) -> bool:
+        """Whether an item need not go with the next batch again."""
+        match error:
+            case None:
+                self._missing.discard(item.exchange)
+                self._done(item)
+            case link.Refused():
+                self._set_apart(item)
+            case link.Unroutable() if not item.exchange:
+                self._nowhere(item)
+            case link.Unroutable() if item.exchange not in self._missing:
+                self._missing.add(item.exchange)
+                log.warning("outbox.unroutable", exchange=item.exchange)
+                return False
+            case _:
+                # A status message is of no use later.
+                return item.parcel is None and not item.exchange
+        return True
+
+    def _done(self, item: Item) -> None:
+        if item.parcel is not None:
+            self.settle(item.parcel)
+
+    def _nowhere(self, item: Item) -> None:
+        """A reply that no queue is there for: its caller may be coming back."""
+        if item.parcel is not None and item.tries == 0:
+            # Once. The result stays readable with get_job; a caller that is gone costs nothing.
+            log.warning("reply.undeliverable", job_id=str(item.job_id), reply_to=item.routing_key)
+        if asyncio.get_running_loop().time() < item.until:
+            self._set_apart(item)
+        else:
+            self._done(item)
+
+    def _set_apart(self, item: Item) -> None:
+        """Tries again later what its queue has no room for, or what has no queue; others go on."""
+        key: object = item.subject or id(item)
+        # A status message is of no use later, and an event that a newer one has overtaken of none.
+        if (item.parcel is None and item.subject is None) or key in self._events:
+            self._done(item)
+            return
+        item.tries += 1
+        self._apart[key] = item
+        pause = retry.backoff(item.tries, base=APART_BASE, cap=APART_CAP)
+        asyncio.get_running_loop().call_later(pause, self._try_again, key, item)
+
+    def _try_again(self, key: object, item: Item) -> None:
+        # Unless a newer event has taken its place.
+        if self._apart.get(key) is item:
+            del self._apart[key]
+            if item.subject is None:
+                self.put(item)
+            else:
+                self.put_event(item.subject, item)
