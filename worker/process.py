@@ -1,9 +1,9 @@
 """The only place that starts a child process.
 
 Every child gets an argument list (never a shell), a session of its own, so that it can be ended
-with all that it started, and ``LC_ALL=C``, so that its words can be read. Both pipes are read while
-it runs and only the end of each is kept; bytes that are not UTF-8 are replaced and NULs removed,
-since PostgreSQL's text takes none.
+with all that it started, and ``LC_ALL=C``, so that its words can be read. It dies with the worker.
+Both pipes are read while it runs and only the end of each is kept; bytes that are not UTF-8 are
+replaced and NULs removed, since PostgreSQL's text takes none.
 """
 
 import asyncio
@@ -20,17 +20,19 @@ from typing import Final
 import structlog
 
 from messages import errors, redaction
+from worker import children, pipes
 
 log = structlog.get_logger(__name__)
 
 DEFAULT_TIMEOUT: Final = 600.0
 """Seconds; os-brick's default for a command."""
-CAPTURE_LIMIT: Final = 256 * 1024
-"""How many bytes of each pipe's end are kept."""
+CAPTURE_LIMIT: Final = pipes.CAPTURE_LIMIT
 KILL_PATIENCE: Final = 10.0
 """Seconds until a killed program is given up."""
 GRACE: Final = 5.0
 """Seconds between SIGTERM and SIGKILL, and for draining the pipes of a killed group."""
+ENDING_GRACE: Final = 1.0
+"""The same, and until a killed program is given up, once the worker ends."""
 
 Argument = str | os.PathLike[str]
 
@@ -45,58 +47,13 @@ class Result:
     stderr: str
 
 
-class _Tail:
-    """The last bytes of a stream."""
-
-    def __init__(self, limit: int = CAPTURE_LIMIT) -> None:
-        self._limit = limit
-        self._bytes = bytearray()
-
-    async def drain(self, stream: asyncio.StreamReader) -> None:
-        while chunk := await stream.read(64 * 1024):
-            self._bytes += chunk
-            del self._bytes[: -self._limit]
-
-    def text(self) -> str:
-        return bytes(self._bytes).decode("utf-8", "replace").replace("\0", "")
-
-
-class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
-    """Knows of the program's end by itself.
-
-    Whether asyncio's ``wait`` returns while a grandchild holds a pipe differs between versions.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(limit=CAPTURE_LIMIT, loop=asyncio.get_running_loop())
-        self.exited = asyncio.Event()
-
-    def process_exited(self) -> None:
-        self.exited.set()
-        super().process_exited()
-
-
-class _Process(asyncio.subprocess.Process):
-    """A child whose :meth:`wait` ends with it, whoever holds its pipes."""
-
-    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol) -> None:
-        super().__init__(transport, protocol, asyncio.get_running_loop())
-        self._exited = protocol.exited
-        self.transport = transport
-
-    async def wait(self) -> int:
-        await self._exited.wait()
-        assert self.returncode is not None
-        return self.returncode
-
-
 class Child:
     """A program that goes on running: its pid, its pipes, and its end."""
 
-    def __init__(self, program: str, process: _Process) -> None:
+    def __init__(self, program: str, process: pipes.Process) -> None:
         self.program = program
         self._process = process
-        self._stderr = _Tail()
+        self._stderr = pipes.Tail()
         assert process.stderr is not None
         self._drain = asyncio.create_task(self._stderr.drain(process.stderr))
 
@@ -139,7 +96,7 @@ class Child:
         try:
             # Of one that has ended, the pid, which is the group's id too, may be another's by now.
             if self.exit_code is None:
-                await _end_group(self._process, grace)
+                await _end_group(self._process, grace, KILL_PATIENCE)
         finally:
             self._drain.cancel()
             self._process.transport.close()
@@ -154,6 +111,25 @@ class Executor:
 
     def __init__(self, root_helper: Sequence[str] = ()) -> None:
         self._root_helper = tuple(root_helper)
+        self._children = children.Children()
+        self._end: float | None = None
+        self._timeouts: set[asyncio.Timeout] = set()
+
+    @property
+    def children(self) -> children.Children:
+        """The programs that run."""
+        return self._children
+
+    def end_by(self, seconds: float) -> None:
+        """Lets no :meth:`run` take longer than so many seconds from now.
+
+        For a worker that ends: what it still has to undo may meet a tool that hangs. What is run
+        after that time fails at once.
+        """
+        self._end = asyncio.get_running_loop().time() + seconds
+        for timeout in self._timeouts:
+            if not timeout.expired():
+                timeout.reschedule(min(timeout.when() or self._end, self._end))
 
     async def run(
         self,
@@ -177,15 +153,24 @@ class Executor:
             CommandFailed: it ended with another code than ``ok_codes``, or could not be started.
             CommandTimeout: it did not end in time.
         """
-        command = self._command(argv, env, run_as_root=run_as_root, dies_with_worker=False)
+        command = self._command(argv, env, run_as_root=run_as_root)
         program = pathlib.Path(os.fspath(argv[0])).name
-        process = await self._spawn(command, program, env)
-        out, err = _Tail(capture_limit), _Tail()
-        try:
-            exit_code = await _see_out(process, stdin, out, err, timeout)
-        except TimeoutError:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        if self._end is not None and self._end <= started:
             raise errors.CommandTimeout(
-                f"{program} did not end within {timeout:g} s and was killed",
+                f"{program} was not started: the worker ends", program=program, timeout_seconds=0
+            )
+        process = await self._spawn(command, program, env)
+        out, err = pipes.Tail(capture_limit), pipes.Tail()
+        try:
+            exit_code = await self._see_out(process, stdin, out, err, timeout)
+        except TimeoutError:
+            took = clock() - started
+            raise errors.CommandTimeout(
+                f"{program} did not end within {timeout:g} s and was killed"
+                if took >= timeout
+                else f"{program} was killed after {took:.1f} s: the worker ends",
                 program=program,
                 timeout_seconds=timeout,
                 stderr=redaction.mask_text(err.text(), secrets)[-2000:],
@@ -209,15 +194,13 @@ class Executor:
     ) -> Child:
         """Starts a program that goes on running, with pipes for stdin and stdout.
 
-        With ``dies_with_worker`` the kernel kills it when the worker ends, however it ends
-        (``PR_SET_PDEATHSIG``, prctl(2)).
+        Without ``dies_with_worker`` it goes on when the worker ends.
 
         Raises:
             CommandFailed: it could not be started.
         """
         program = pathlib.Path(os.fspath(argv[0])).name
         if find_program(os.fspath(argv[0])) is None:
-            # What starts before it could not tell: setpriv would be found, and end at once.
             raise _cannot_start(program, os.strerror(errno.ENOENT))
         command = self._command(
             argv, env, run_as_root=run_as_root, dies_with_worker=dies_with_worker
@@ -230,7 +213,7 @@ class Executor:
         env: Mapping[str, str] | None,
         *,
         run_as_root: bool,
-        dies_with_worker: bool,
+        dies_with_worker: bool = True,
     ) -> list[str]:
         command = [os.fspath(argument) for argument in argv]
         if run_as_root:
@@ -242,18 +225,43 @@ class Executor:
                 *(["env", *assignments] if assignments else []),
                 *command,
             ]
+        if find_program(command[0]) is None:
+            # What starts before it could not tell: setpriv would be found, and end at once. Behind
+            # a root helper that is missing, the program is not to blame.
+            raise _cannot_start(pathlib.Path(command[0]).name, os.strerror(errno.ENOENT))
         if dies_with_worker:
+            # The kernel kills it when the worker ends, however that ends (PR_SET_PDEATHSIG).
             command = ["setpriv", "--pdeathsig", "KILL", "--", *command]
         return command
 
     async def _spawn(
         self, command: Sequence[str], program: str, env: Mapping[str, str] | None
-    ) -> _Process:
+    ) -> pipes.Process:
         environment = {**os.environ, **(env or {}), "LC_ALL": "C"}
         log.debug("process.started", program=program, arguments=len(command) - 1)
-        spawning = asyncio.ensure_future(
-            asyncio.get_running_loop().subprocess_exec(
-                _Protocol,
+        spawning = asyncio.ensure_future(self._execute(command, environment))
+        try:
+            return await asyncio.shield(spawning)
+        except OSError as error:
+            first = pathlib.Path(command[0]).name
+            raise _cannot_start(first, error.strerror) from error
+        except asyncio.CancelledError:
+            # asyncio would kill the child alone, and wait for whoever holds its pipes.
+            await asyncio.wait({spawning})
+            if spawning.exception() is None:
+                process = spawning.result()
+                try:
+                    await self._end_group(process)
+                finally:
+                    process.transport.close()
+            raise
+
+    async def _execute(
+        self, command: Sequence[str], environment: Mapping[str, str]
+    ) -> pipes.Process:
+        with self._children.starting():
+            transport, protocol = await asyncio.get_running_loop().subprocess_exec(
+                lambda: pipes.Protocol(self._children),
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -261,19 +269,52 @@ class Executor:
                 env=environment,
                 start_new_session=True,
             )
+        return pipes.Process(transport, protocol)
+
+    async def _see_out(
+        self,
+        process: pipes.Process,
+        stdin: bytes,
+        out: pipes.Tail,
+        err: pipes.Tail,
+        timeout: float,
+    ) -> int:
+        """Feeds and reads a program to its end; returns its exit code.
+
+        Raises:
+            TimeoutError: it did not end in time, and is gone with its group.
+        """
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        reading = asyncio.gather(
+            _feed(process.stdin, stdin), out.drain(process.stdout), err.drain(process.stderr)
         )
         try:
-            return _Process(*await asyncio.shield(spawning))
-        except OSError as error:
-            # Behind a root helper that is missing, the program is not to blame.
-            first = pathlib.Path(command[0]).name
-            raise _cannot_start(first, error.strerror) from error
-        except asyncio.CancelledError:
-            # asyncio would kill the child alone, and wait for whoever holds its pipes.
-            await asyncio.wait({spawning})
-            if spawning.exception() is None:
-                await _abandon(_Process(*spawning.result()))
+            async with self._timeout(timeout):
+                return await process.wait()
+        except BaseException:
+            await asyncio.shield(self._end_group(process))
             raise
+        finally:
+            await _settle(reading, process)
+
+    @contextlib.asynccontextmanager
+    async def _timeout(self, seconds: float) -> AsyncIterator[None]:
+        """Raises ``TimeoutError`` after so many seconds, or once the worker has to have ended."""
+        until = asyncio.get_running_loop().time() + seconds
+        async with asyncio.timeout_at(until if self._end is None else min(until, self._end)) as one:
+            self._timeouts.add(one)
+            try:
+                yield
+            finally:
+                self._timeouts.discard(one)
+
+    async def _end_group(self, process: pipes.Process) -> None:
+        if self._end is None:
+            await _end_group(process, GRACE, KILL_PATIENCE)
+        else:
+            await _end_group(process, min(GRACE, ENDING_GRACE), ENDING_GRACE)
 
 
 def find_program(name: str) -> pathlib.Path | None:
@@ -287,13 +328,8 @@ def start_time(pid: int) -> int | None:
 
     With the pid it names a process for good: pids come again, proc_pid_stat(5) field 22 does not.
     """
-    try:
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    # The program's name, in parentheses, may hold spaces and parentheses itself.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    fields = children.stat(pid)
+    return None if fields is None or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 async def end_recorded(pid: int, started: int, *, grace: float = GRACE) -> bool:
@@ -314,28 +350,6 @@ async def end_recorded(pid: int, started: int, *, grace: float = GRACE) -> bool:
     return True
 
 
-async def _see_out(process: _Process, stdin: bytes, out: _Tail, err: _Tail, timeout: float) -> int:
-    """Feeds and reads a program to its end; returns its exit code.
-
-    Raises:
-        TimeoutError: it did not end in time, and is gone with its group.
-    """
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    pipes = asyncio.gather(
-        _feed(process.stdin, stdin), out.drain(process.stdout), err.drain(process.stderr)
-    )
-    try:
-        async with asyncio.timeout(timeout):
-            return await process.wait()
-    except BaseException:
-        await asyncio.shield(_end_group(process, GRACE))
-        raise
-    finally:
-        await _settle(pipes, process)
-
-
 async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         stream.write(data)
@@ -343,18 +357,18 @@ async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
     stream.close()
 
 
-async def _settle(pipes: asyncio.Future[tuple[None, None, None]], process: _Process) -> None:
+async def _settle(reading: asyncio.Future[tuple[None, None, None]], process: pipes.Process) -> None:
     # A grandchild that was left may hold a pipe open for ever: it is given a moment, no more.
     try:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(pipes, min(GRACE, 1.0))
+            await asyncio.wait_for(reading, min(GRACE, 1.0))
     finally:
         process.transport.close()
 
 
-async def _end_group(process: _Process, grace: float) -> None:
+async def _end_group(process: pipes.Process, grace: float, kill_patience: float) -> None:
     """Ends a child and all of its session's group; the group's id is the child's pid."""
-    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_PATIENCE)):
+    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, kill_patience)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         with contextlib.suppress(TimeoutError):
@@ -366,13 +380,6 @@ async def _end_group(process: _Process, grace: float) -> None:
     # The leader may have ended by itself on SIGTERM and left others of its group.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-async def _abandon(process: _Process) -> None:
-    try:
-        await _end_group(process, GRACE)
-    finally:
-        process.transport.close()
 
 
 def _cannot_start(program: str, reason: str | None) -> errors.CommandFailed:

@@ -3,43 +3,110 @@
 Database first, then each backend's set-up (tried once, whatever comes of it), then the broker: a
 request is taken only when there is somebody to carry it out. If one of the parts dies, the service
 stops taking work and ends with an error; it never goes on half-alive.
+
+Told to end, it takes no more work, and gives its jobs ``drain_timeout`` seconds; what is still at
+work then is cancelled, undone and put back. Each step after that has a time of its own, and the
+whole has one: a job that could not be put back in time is left to its lease.
 """
 
 import asyncio
 import contextlib
-import signal
+import dataclasses
+import enum
+import os
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Final
 
 import structlog
 
 from messages import client, errors, topology
-from worker import backend, broker, inbox, outbox, process, reads, runner, settings, supervisor
+from worker import (
+    backend,
+    broker,
+    inbox,
+    outbox,
+    process,
+    reads,
+    runner,
+    settings,
+    shutdown,
+    supervisor,
+)
 from worker.connectors import base as connectors
 from worker.connectors import registry
+from worker.reconciliation import host, reconciler
 from worker.store import database, installation, jobs
-from worker.telemetry import health
+from worker.telemetry import health, notify
 
 log = structlog.get_logger(__name__)
 
 DATABASE_CHECK_INTERVAL: Final = 2.0
+PUT_BACK_TIMEOUT: Final = 10.0
+"""Seconds that cancelled jobs have to undo what they did and to be put back."""
+PUT_BACK_REST: Final = 3.0
+"""Seconds more for a job whose undoing was cut short then, until it is left to its lease."""
 FLUSH_TIMEOUT: Final = 5.0
+BACKEND_CLOSE_TIMEOUT: Final = 5.0
+CLOSE_TIMEOUT: Final = 20.0
+"""Seconds for all that comes after the jobs, until the process ends whatever is not done."""
+EXIT_TIMEOUT: Final = 2.0
+"""Seconds for threads and tasks that are left when the service has ended."""
 PRUNE_INTERVAL: Final = 60.0
 PRUNE_BATCH: Final = 1000
 
 
-class Service:
-    """One worker process."""
+class _Phase(enum.Enum):
+    STARTING = "starting"
+    WORKING = "working"
+    DRAINING = "draining: running jobs may end"
+    PUTTING_BACK = "ending: jobs are put back"
+    CLOSING = "ending"
 
-    def __init__(self, configured: settings.Settings, backends: list[settings.Backend]) -> None:
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Parts:
+    """What works, once it is put together."""
+
+    link: broker.Broker
+    told: outbox.Outbox
+    running: runner.Runner
+    taken: inbox.Inbox
+    supervisors: Sequence[supervisor.Supervisor]
+    calls: contextlib.AsyncExitStack
+    """Closes the client that calls other hosts."""
+
+
+class Service:
+    """One worker process.
+
+    Args:
+        signals: say when it has to end.
+        limit: ends the process where its own end takes too long; without it nothing does.
+    """
+
+    def __init__(
+        self,
+        configured: settings.Settings,
+        backends: list[settings.Backend],
+        *,
+        signals: shutdown.Signals,
+        limit: shutdown.Limit | None = None,
+    ) -> None:
         self._settings = configured
         self._owner = uuid.uuid4()
         self._execute = process.Executor(configured.root_command())
         self._backends = self._make_backends(backends)
+        self._connectors = registry.Registry(
+            connectors.Context(configured.host, self._execute, configured.state_dir / "connectors")
+        )
         self._database_up = False
-        self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._phase = _Phase.STARTING
+        self._signals = signals
+        self._notifier = notify.Notifier.from_environment()
+        self._limit = limit
+        if limit is not None:
+            limit.last = self._execute.children.kill_all
 
     def _make_backends(self, configured: list[settings.Backend]) -> dict[str, backend.Backend]:
         state_dir = self._settings.state_dir
@@ -59,53 +126,111 @@ class Service:
         return {one.address: one for one in made}
 
     async def run(self) -> None:
-        """Works until SIGTERM or SIGINT, then drains.
+        """Works until it is told to end, then drains.
 
         Raises:
             VolumeWorkerError: what keeps the service from working, or ended it.
         """
-        self._listen_for_signals()
+        try:
+            await self._run()
+        except BaseException:
+            self._note_failure()
+            raise
+        finally:
+            # What is left now, in a system call that may never return, would be waited for.
+            self._ends_within(EXIT_TIMEOUT)
+        log.info("service.stopped")
+
+    async def _run(self) -> None:
         configured = self._settings
-        async with contextlib.AsyncExitStack() as stack:
-            store = await stack.enter_async_context(
-                database.connect(
-                    configured.database_url,
-                    size=configured.database_pool_size,
-                    statement_cache_size=configured.database_statement_cache_size,
-                    # Shorter than a lease: who cannot write must not think that it still may.
-                    patience=configured.lease * 0.8,
-                )
-            )
+        async with (
+            database.connect(
+                configured.database_url,
+                size=configured.database_pool_size,
+                statement_cache_size=configured.database_statement_cache_size,
+                # Shorter than a lease: who cannot write must not think that it still may.
+                patience=configured.lease * 0.8,
+            ) as store,
+            self._closing_backends(),
+        ):
             await installation.check(store, configured.namespace)
             self._database_up = True
-            await stack.enter_async_context(self._closing_backends())
             await self._work(store)
-        log.info("service.stopped")
 
     async def _work(self, store: database.Database) -> None:
         configured = self._settings
-        names = topology.Topology(configured.namespace)
         remote = client.Client(
             configured.broker_url,
             namespace=configured.namespace,
             name=f"volume-worker {configured.host} (calls)",
         )
+        async with contextlib.AsyncExitStack() as calls:
+            parts = self._assemble(store, remote, calls)
+            server = health.Server(lambda: self._checks(parts.link))
+            await calls.enter_async_context(remote)
+            async with (
+                server.serve(configured.http_listen),
+                self._telling(parts.link),
+                asyncio.TaskGroup() as group,
+            ):
+                tasks = await self._start(store, parts, group)
+                try:
+                    await self._signals.stop.wait()
+                    await self._drain(parts)
+                except BaseException:
+                    # A part has died, and nobody renews leases: a third of one is left for sure.
+                    self._note_failure()
+                    draining = asyncio.create_task(parts.running.drain(0))
+                    await self._put_back(draining, calls, configured.lease / 3)
+                    raise
+                self._phase = _Phase.CLOSING
+                self._ends_within(CLOSE_TIMEOUT)
+                for task in tasks:
+                    task.cancel()
+
+    async def _start(
+        self, store: database.Database, parts: _Parts, group: asyncio.TaskGroup
+    ) -> list[asyncio.Task[None]]:
+        """Starts every part; the broker's last, when there is somebody to carry a request out."""
+        named = zip(self._backends, parts.supervisors, strict=True)
+        first = {f"backend {address}": one.run() for address, one in named}
+        first["database watch"] = self._watch_database(store)
+        first["pruning"] = self._prune(store)
+        if os.getpid() == 1:
+            first["reaper"] = self._execute.children.reap_orphans()
+        tasks = [group.create_task(shutdown.living(name, part)) for name, part in first.items()]
+        await supervisor.all_tried(parts.supervisors)
+        then = {
+            "outbox": parts.told.run(),
+            "runner": parts.running.run(),
+            "inbox": parts.taken.run(),
+            "broker link": parts.link.run(parts.taken.receive),
+        }
+        tasks += [group.create_task(shutdown.living(name, part)) for name, part in then.items()]
+        self._phase = _Phase.WORKING
+        log.info("service.started", host=self._settings.host, backends=list(self._backends))
+        return tasks
+
+    def _assemble(
+        self, store: database.Database, remote: client.Client, calls: contextlib.AsyncExitStack
+    ) -> _Parts:
+        configured = self._settings
         link = broker.Broker(
             configured.broker_url,
-            names,
+            topology.Topology(configured.namespace),
             list(self._backends),
             name=configured.host,
             serves=lambda address: not self._backends[address].is_standby,
         )
-        told = outbox.Outbox(store, link, owner=self._owner, addresses=list(self._backends))
+        told = outbox.Outbox(store, link, addresses=list(self._backends))
         running = self._runner(store, told, remote)
+        reconcilers = self._reconcilers(store, told, running)
         taken = inbox.Inbox(
             store,
             link,
             runner=running,
             outbox=told,
-            reader=reads.Reader(store, self._backends),
-            owner=self._owner,
+            reader=reads.Reader(store, self._backends, reconcilers),
             max_request_bytes=configured.max_request_bytes,
         )
         supervisors = [
@@ -115,27 +240,30 @@ class Service:
                 outbox=told,
                 accept=running.accept,
                 on_standby=link.look_again,
+                reconciler=reconcilers[address],
+                reconcile_interval=configured.reconcile_interval,
                 stats_interval=configured.stats_interval,
             )
-            for one in self._backends.values()
+            for address, one in self._backends.items()
         ]
-        server = health.Server(lambda: self._checks(link))
-        async with server.serve(configured.http_listen), remote, asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one.run()) for one in supervisors]
-            tasks.append(group.create_task(self._watch_database(store)))
-            tasks.append(group.create_task(self._prune(store)))
-            await supervisor.all_tried(supervisors)
-            tasks += [group.create_task(part.run()) for part in (told, running, taken)]
-            tasks.append(group.create_task(link.run(taken.receive)))
-            log.info("service.started", host=configured.host, backends=list(self._backends))
-            try:
-                await self._stop.wait()
-                await self._drain(link, running, told)
-            finally:
-                # Also where a part has died: jobs give back what they hold while there is a way.
-                await running.drain(0)
-            for task in tasks:
-                task.cancel()
+        return _Parts(link, told, running, taken, supervisors, calls)
+
+    def _reconcilers(
+        self, store: database.Database, told: outbox.Outbox, running: runner.Runner
+    ) -> dict[str, reconciler.Reconciler]:
+        here = host.Host(
+            store,
+            host=self._settings.host,
+            connectors=self._connectors,
+            state_dir=self._settings.state_dir,
+            backends=self._settings.backends.keys(),
+        )
+        return {
+            address: reconciler.Reconciler(
+                store, one, here, accept=running.accept, say_volume=told.say_volume
+            )
+            for address, one in self._backends.items()
+        }
 
     def _runner(
         self, store: database.Database, told: outbox.Outbox, remote: client.Client
@@ -145,11 +273,7 @@ class Service:
             store,
             outbox=told,
             remote=remote,
-            connectors=registry.Registry(
-                connectors.Context(
-                    configured.host, self._execute, configured.state_dir / "connectors"
-                )
-            ),
+            connectors=self._connectors,
             backends=self._backends,
             host=configured.host,
             owner=self._owner,
@@ -161,25 +285,54 @@ class Service:
             max_attempts=configured.max_attempts,
         )
 
-    async def _drain(
-        self, link: broker.Broker, running: runner.Runner, told: outbox.Outbox
-    ) -> None:
-        log.info("service.draining", timeout=self._settings.drain_timeout)
-        await link.stop_consuming()
-        draining = asyncio.create_task(running.drain(self._settings.drain_timeout))
-        hurrying = asyncio.create_task(self._hurry.wait())
-        await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
+    async def _drain(self, parts: _Parts) -> None:
+        timeout = self._settings.drain_timeout
+        log.info("service.draining", timeout=timeout)
+        self._phase = _Phase.DRAINING
+        self._notifier.stopping(self._phase.value)
+        self._ends_within(timeout + PUT_BACK_TIMEOUT + PUT_BACK_REST + CLOSE_TIMEOUT)
+        draining = asyncio.create_task(parts.running.drain(timeout))
+        refusing = asyncio.create_task(parts.link.stop_consuming())
+        hurrying = asyncio.create_task(self._signals.hurry.wait())
+        await asyncio.wait(
+            [draining, hurrying], timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+        )
         hurrying.cancel()
         if not draining.done():
-            draining.cancel()
-            await running.drain(0)
-        if not await told.flush(FLUSH_TIMEOUT):
+            if self._signals.hurry.is_set():
+                draining.cancel()
+                draining = asyncio.create_task(parts.running.drain(0))
+            await self._put_back(draining, parts.calls, PUT_BACK_TIMEOUT)
+        refusing.cancel()
+        if not await parts.told.flush(FLUSH_TIMEOUT if parts.link.is_up else 0):
             # It stands in the outbox table, and the next worker of this host tells it.
             log.warning("service.outbox_left")
 
+    async def _put_back(
+        self, draining: asyncio.Task[None], calls: contextlib.AsyncExitStack, timeout: float
+    ) -> None:
+        """Lets cancelled jobs undo what they did, in bounded time.
+
+        A tool that hangs is killed, and a call to another host given up: its broker has it, or
+        nobody will. What hangs in a system call stays: its job is left to its lease.
+        """
+        self._phase = _Phase.PUTTING_BACK
+        timeout = min(timeout, PUT_BACK_TIMEOUT)
+        self._ends_within(timeout + PUT_BACK_REST + CLOSE_TIMEOUT)
+        self._execute.end_by(timeout)
+        await asyncio.wait([draining], timeout=timeout)
+        if draining.done():
+            return
+        hanging_up = asyncio.create_task(calls.aclose())
+        await asyncio.wait([draining], timeout=PUT_BACK_REST)
+        if not draining.done():
+            log.error("service.jobs_left", why="they could not be undone in time")
+            draining.cancel()
+        await asyncio.wait([hanging_up])
+
     def _checks(self, link: broker.Broker) -> Mapping[str, bool]:
         return {
-            "broker": link.is_up,
+            "broker": link.is_up and not self._signals.stop.is_set(),
             "database": self._database_up,
             **{address: one.up for address, one in self._backends.items()},
         }
@@ -207,16 +360,34 @@ class Service:
         try:
             yield
         finally:
-            for one in self._backends.values():
-                await one.close()
+            closing = [asyncio.create_task(one.close()) for one in self._backends.values()]
+            _, late = await asyncio.wait(closing, timeout=BACKEND_CLOSE_TIMEOUT)
+            if late:
+                log.warning("service.backends_left", backends=len(late))
 
-    def _listen_for_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+    @contextlib.asynccontextmanager
+    async def _telling(self, link: broker.Broker) -> AsyncIterator[None]:
+        """Keeps systemd informed for as long as the block runs."""
+        telling = asyncio.create_task(self._notifier.run(lambda: self._report(link)))
+        try:
+            yield
+        finally:
+            telling.cancel()
 
-    def _signalled(self) -> None:
-        """The first signal drains, the second hurries."""
-        if self._stop.is_set():
-            self._hurry.set()
-        self._stop.set()
+    def _report(self, link: broker.Broker) -> notify.Report:
+        if self._phase is not _Phase.WORKING:
+            return notify.Report(self._phase.value, is_ready=False, is_patience_needed=True)
+        if not link.is_up:
+            # It has not started until it consumes, however long the broker is away.
+            return notify.Report("waiting for the broker", is_ready=False, is_patience_needed=True)
+        missing = [name for name, is_up in self._checks(link).items() if not is_up]
+        served = ", ".join(self._backends)
+        return notify.Report(f"not ready: {', '.join(missing)}" if missing else f"serves {served}")
+
+    def _note_failure(self) -> None:
+        if self._limit is not None:
+            self._limit.exit_code = 1
+
+    def _ends_within(self, seconds: float) -> None:
+        if self._limit is not None:
+            self._limit.within(seconds)

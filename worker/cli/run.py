@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 
-from worker import service, settings
+from worker import service, settings, shutdown
 from worker.cli import options, output
 from worker.store import installation
 from worker.telemetry import logs
@@ -28,7 +28,14 @@ def run(
             if config is None
             else f"{config}: no backends; add a table [backends.NAME] with its driver"
         )
-    asyncio.run(service.Service(configured, backends).run())
+    asyncio.run(_serve(configured, backends))
+
+
+async def _serve(configured: settings.Settings, backends: list[settings.Backend]) -> None:
+    signals = shutdown.Signals()
+    made = service.Service(configured, backends, signals=signals, limit=shutdown.Limit())
+    with signals.heard():
+        await made.run()
 
 
 def migrate(*, config: options.Config = None, as_json: options.Json = False) -> None:
