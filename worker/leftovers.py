@@ -18,7 +18,6 @@ from worker.store import connections, database, jobs
 
 log = structlog.get_logger(__name__)
 
-METHOD: Final = "terminate_connection"
 FIRST_PAUSE: Final = 30.0
 """Seconds until a second job for a leftover that the first one could not end."""
 LONGEST_PAUSE: Final = 600.0
@@ -54,7 +53,7 @@ class Sweeper:
         due = self._due(found)
         if due:
             log.warning("leftovers.found", address=self._address, count=len(due))
-            await self._accept([_job(self._address, leftover) for leftover in due])
+            await self._accept([ending(self._address, leftover) for leftover in due])
 
     def _due(self, found: Sequence[connections.Leftover]) -> list[connections.Leftover]:
         now = self._clock()
@@ -74,21 +73,22 @@ class Sweeper:
         return due
 
 
-def _job(address: str, leftover: connections.Leftover) -> jobs.NewJob:
-    args: dict[str, object] = {
-        "volume_id": str(leftover.volume_id),
-        "connection_id": str(leftover.connection_id),
-        "force": True,
-    }
+def ending(address: str, leftover: connections.Leftover) -> jobs.NewJob:
+    """The job that ends what is left."""
+    args: dict[str, object] = {"volume_id": str(leftover.volume_id)}
+    method = "remove_export"
+    if leftover.connection_id is not None:
+        method = "terminate_connection"
+        args |= {"connection_id": str(leftover.connection_id), "force": True}
     major, minor = requests.VERSION
-    request = {"method": METHOD, "version": f"{major}.{minor}", "args": args}
+    request = {"method": method, "version": f"{major}.{minor}", "args": args}
     body = json.dumps(request).encode()
     read = envelope.read_body(body, len(body), address)
     identity = uuid.uuid4()
-    operation = operations.OPERATIONS[METHOD]
+    operation = operations.OPERATIONS[method]
     return jobs.NewJob(
         id=identity,
-        method=METHOD,
+        method=method,
         address=address,
         slot=operation.slot,
         body=body,

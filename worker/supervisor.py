@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -9,10 +10,8 @@ import structlog
 
 from messages import errors
 from worker import backend, leftovers, outbox, retry
-from worker.operations import base, connections, exports
-from worker.store import connections as connection_store
+from worker.reconciliation import reconciler, serving
 from worker.store import database, installation
-from worker.targets import base as targets
 
 log = structlog.get_logger(__name__)
 
@@ -36,6 +35,8 @@ class Supervisor:
         outbox: outbox.Outbox,
         accept: leftovers.Accept,
         on_standby: Callable[[], Awaitable[None]],
+        reconciler: reconciler.Reconciler,
+        reconcile_interval: float,
         stats_interval: float,
     ) -> None:
         self._store = store
@@ -43,8 +44,12 @@ class Supervisor:
         self._outbox = outbox
         self._sweeper = leftovers.Sweeper(store, looked_after.address, accept)
         self._on_standby = on_standby
+        self._reconciler = reconciler
+        self._reconcile_interval = reconcile_interval
         self._stats_interval = stats_interval
         self._first_try = asyncio.Event()
+        self._not_served: Mapping[uuid.UUID, str] = {}
+        """Why a volume could not be served when that was last tried."""
 
     async def first_try(self) -> None:
         """Waits until the set-up was tried once, whatever came of it."""
@@ -96,30 +101,25 @@ class Supervisor:
     async def _restore(self) -> None:
         """Lets the target serve again what is recorded as exported."""
         async with self._backend.serving.alone():
-            await self._restore_alone()
-
-    async def _restore_alone(self) -> None:
-        recorded = await connection_store.served(self._store, self._backend.address)
-        failed = await self._backend.target.restore(
-            [
-                targets.Export(
-                    base.reference(volume),
-                    exports.path_of(self._backend, volume),
-                    [connections.as_target_sees(connection) for connection in live],
-                )
-                for volume, live in recorded
-            ]
-        )
-        for volume_id, error in failed.items():
-            log.error("backend.restore_failed", volume_id=str(volume_id), error=error.message)
+            failed = await serving.restore(self._store, self._backend)
+        before, self._not_served = self._not_served, {one: e.message for one, e in failed.items()}
+        # It is tried again in every round; each reason is logged once.
+        for volume_id, why in self._not_served.items():
+            if before.get(volume_id) != why:
+                log.error("backend.restore_failed", volume_id=str(volume_id), error=why)
 
     async def _look_after(self) -> None:
+        clock = asyncio.get_running_loop().time
+        reconciled = clock()
         while True:
-            await asyncio.sleep(HEALTH_INTERVAL)
+            await asyncio.sleep(min(HEALTH_INTERVAL, self._reconcile_interval))
             await self._guarded("backend.check_failed", self._check_target)
             # While the target is away, a job that needs it would only fail.
             if self._backend.up:
                 await self._guarded("leftovers.sweep_failed", self._sweeper.sweep)
+            if self._backend.up and clock() - reconciled >= self._reconcile_interval:
+                reconciled = clock()
+                await self._guarded("reconciliation.failed", self._reconciler.round)
 
     async def _guarded(self, event: str, step: Callable[[], Awaitable[None]]) -> None:
         """One step of the rounds: whatever it raises, the next round comes."""
@@ -136,7 +136,8 @@ class Supervisor:
         was_away = self._backend.target_error is not None
         try:
             if not await self._backend.target.check_health():
-                log.warning("backend.restoring", address=address)
+                if not self._not_served:
+                    log.warning("backend.restoring", address=address)
                 await self._restore()
         except errors.Unreachable:
             raise  # the database, of which the target knows nothing

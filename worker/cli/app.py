@@ -6,7 +6,18 @@ from typing import NoReturn
 
 import typer
 
-from worker.cli import call, check, dead, digest, failures, jobs, run, volumes
+from worker.cli import (
+    backend,
+    call,
+    check,
+    dead,
+    digest,
+    failures,
+    jobs,
+    reconcile,
+    run,
+    volumes,
+)
 from worker.cli.demo import command as demo
 from worker.telemetry import logs
 
@@ -25,6 +36,8 @@ app.command("call")(call.call)
 app.add_typer(jobs.commands, name="jobs")
 app.add_typer(volumes.commands, name="volumes")
 app.add_typer(dead.commands, name="dead")
+app.add_typer(backend.commands, name="backend")
+app.command("reconcile")(reconcile.reconcile)
 app.command("digest")(digest.digest)
 app.command("demo")(demo.demo)
 

@@ -7,9 +7,10 @@ by ``key``, is gone after ``disconnect_volume``, and ends with the worker at the
 import dataclasses
 import enum
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+from messages import errors
 from worker import process
 
 
@@ -77,3 +78,14 @@ class Connector(Protocol):
     async def check_valid_device(self, device: Device) -> bool:
         """Whether the device can be read and is larger than nothing."""
         raise NotImplementedError
+
+    async def unowned(self, keys: Collection[str]) -> Sequence[str]:
+        """What is attached to this host, or is left of it, under none of ``keys``: a name each.
+
+        A connector that leaves nothing when its worker ends finds nothing.
+        """
+        return ()
+
+    async def discard(self, name: str) -> None:
+        """Takes down what :meth:`unowned` has found; gone is no error."""
+        raise errors.NotSupported("this connector leaves nothing that could be taken down")

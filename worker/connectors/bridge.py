@@ -9,7 +9,7 @@ import hashlib
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from messages import errors
@@ -98,11 +98,31 @@ class Bridges:
         device = self._devices.get(key)
         if device is not None and built.alive:
             await devices.flush(self._execute, device, force=force)
+        await self._take_down(built, folder)
+        self._devices.pop(key, None)
+        self._daemons.pop(key, None)
+
+    async def _take_down(self, built: daemon.StorageDaemon, folder: pathlib.Path) -> None:
         await built.stop()
         await self._unmount(folder / NODE)
         shutil.rmtree(folder, ignore_errors=True)
-        self._devices.pop(key, None)
-        self._daemons.pop(key, None)
+
+    def unowned(self, keys: Collection[str]) -> Sequence[str]:
+        """The folders of bridges that have none of these keys, by name."""
+        owned = {self._folder_of(key).name for key in keys}
+        try:
+            return sorted(path.name for path in self._folder.iterdir() if path.name not in owned)
+        except FileNotFoundError:
+            return ()
+
+    async def discard(self, name: str) -> None:
+        """Takes the bridge in a folder down, whatever its key was."""
+        folder = self._folder / name
+        known = next((key for key in self._daemons if self._folder_of(key) == folder), None)
+        if known is not None:
+            await self.close(known, force=True)
+        else:
+            await self._take_down(daemon.StorageDaemon(self._execute, folder), folder)
 
     def _folder_of(self, key: str) -> pathlib.Path:
         # A short name, whatever the key is: sockets will lie below.

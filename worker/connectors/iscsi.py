@@ -8,7 +8,7 @@ import hashlib
 import ipaddress
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import pydantic
@@ -115,6 +115,14 @@ class IscsiConnector(base.Connector):
     async def check_valid_device(self, device: base.Device) -> bool:
         """See :meth:`worker.connectors.base.Connector.check_valid_device`."""
         return await devices.is_valid(self._execute, device)
+
+    async def unowned(self, keys: Collection[str]) -> Sequence[str]:
+        """See :meth:`worker.connectors.base.Connector.unowned`."""
+        return self._bridges.unowned(keys)
+
+    async def discard(self, name: str) -> None:
+        """See :meth:`worker.connectors.base.Connector.discard`."""
+        await self._bridges.discard(name)
 
     async def _initiator(self) -> str:
         own = self._state_dir / "initiatorname.iscsi"

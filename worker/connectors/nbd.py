@@ -4,7 +4,7 @@ An export without TLS is used where it is by whoever wants a stream; for a path,
 this host's copiers need not speak, a bridge is built.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import pydantic
@@ -80,6 +80,14 @@ class NbdConnector(base.Connector):
     async def check_valid_device(self, device: base.Device) -> bool:
         """See :meth:`worker.connectors.base.Connector.check_valid_device`."""
         return await devices.is_valid(self._execute, device)
+
+    async def unowned(self, keys: Collection[str]) -> Sequence[str]:
+        """See :meth:`worker.connectors.base.Connector.unowned`."""
+        return self._bridges.unowned(keys)
+
+    async def discard(self, name: str) -> None:
+        """See :meth:`worker.connectors.base.Connector.discard`."""
+        await self._bridges.discard(name)
 
 
 async def _reach(info: Info, *, read_only: bool) -> base.Device:

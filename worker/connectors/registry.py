@@ -34,9 +34,13 @@ class Registry:
             self._made[driver_volume_type] = kind(self._context)
         return self._made[driver_volume_type]
 
+    def all(self) -> Mapping[str, base.Connector]:
+        """Every connector that is installed, by what it attaches."""
+        return {name: self.get(name) for name in plugins.names("connectors")}
+
     async def properties(self) -> Mapping[str, Any]:
         """What this host tells a target about itself, as os-brick's connector properties."""
         properties: dict[str, Any] = {}
-        for name in plugins.names("connectors"):
-            properties |= await self.get(name).get_connector_properties()
+        for connector in self.all().values():
+            properties |= await connector.get_connector_properties()
         return properties

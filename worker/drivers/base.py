@@ -156,6 +156,13 @@ class Driver(Protocol):
         """The size in bytes that the volume really has on the storage, or None."""
         raise errors.NotSupported("this driver cannot find a volume")
 
+    async def list_volumes(self) -> Mapping[uuid.UUID, int] | None:
+        """The sizes in bytes of all that the storage has under names of volumes, by their ids.
+
+        None where it cannot be listed; then each volume is asked for by :meth:`find_volume`.
+        """
+        return None
+
     def local_path(self, volume: Volume) -> pathlib.Path:
         """Where this host can open the volume.
 

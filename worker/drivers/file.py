@@ -114,7 +114,7 @@ class FileDriver(base.Driver):
 
     async def _recount(self) -> capacity.Space:
         sizes, space = await asyncio.to_thread(self._survey)
-        self._ledger.set(sizes)
+        self._ledger.set([size for size in sizes.values() if size])
         return space
 
     # Volumes
@@ -127,13 +127,17 @@ class FileDriver(base.Driver):
             VolumeExists: a file of another size stands there and holds data.
         """
         with self._ledger.taking(_in_sectors(volume.size_bytes)) as taken:
-            taken.kept = await asyncio.to_thread(self._create, volume)
+
+            def create() -> None:
+                taken.kept = self._create(volume)
+
+            await _to_its_end(create)
         return base.Update()
 
     async def delete_volume(self, volume: base.Volume) -> None:
         """See :meth:`worker.drivers.base.Driver.delete_volume`."""
         size = await self._clear(volume)
-        if size is not None and await asyncio.to_thread(self._unlink, volume.id):
+        if size is not None and await _to_its_end(self._unlink, volume.id):
             self._ledger.give_back(size)
 
     async def extend_volume(self, volume: base.Volume, new_size_bytes: int) -> None:
@@ -154,12 +158,21 @@ class FileDriver(base.Driver):
             )
         if new_size_bytes > size:
             with self._ledger.taking(new_size_bytes - size, volumes=0) as taken:
-                await asyncio.to_thread(self._grow, volume.id, new_size_bytes, taken.amount)
-                taken.kept = True
+
+                def grow() -> None:
+                    self._grow(volume.id, new_size_bytes, taken.amount)
+                    taken.kept = True
+
+                await _to_its_end(grow)
 
     async def find_volume(self, volume: base.Volume) -> int | None:
         """See :meth:`worker.drivers.base.Driver.find_volume`."""
         return await asyncio.to_thread(self._size, volume.id)
+
+    async def list_volumes(self) -> Mapping[uuid.UUID, int] | None:
+        """See :meth:`worker.drivers.base.Driver.list_volumes`."""
+        sizes, _ = await asyncio.to_thread(self._survey)
+        return sizes
 
     def local_path(self, volume: base.Volume) -> pathlib.Path:
         """See :meth:`worker.drivers.base.Driver.local_path`."""
@@ -228,15 +241,16 @@ class FileDriver(base.Driver):
                 f"{self._directory} is no directory and cannot be made: {error.strerror}"
             ) from error
 
-    def _survey(self) -> tuple[list[int], capacity.Space]:
-        sizes = []
+    def _survey(self) -> tuple[dict[uuid.UUID, int], capacity.Space]:
+        sizes = {}
         try:
             with os.scandir(self._directory) as entries:
                 for entry in entries:
                     if _is_volume_name(entry.name) and entry.is_file(follow_symlinks=False):
                         with contextlib.suppress(FileNotFoundError):
-                            sizes.append(entry.stat(follow_symlinks=False).st_size)
-            return [size for size in sizes if size], capacity.space(self._directory)
+                            size = entry.stat(follow_symlinks=False).st_size
+                            sizes[uuid.UUID(entry.name.removeprefix(_PREFIX))] = size
+            return sizes, capacity.space(self._directory)
         except OSError as error:
             raise errors.DriverNotInitialized(
                 f"{self._directory} cannot be read: {error.strerror}"
@@ -366,10 +380,18 @@ def _insufficient_space(path: pathlib.Path, size: int) -> Iterator[None]:
 async def _stoppable(work: Callable[..., _T], *args: Any) -> _T:
     """Runs ``work(stop, …)`` in a thread; cancelled, it sets ``stop`` and waits for its end."""
     stop = threading.Event()
-    running = asyncio.ensure_future(asyncio.to_thread(work, stop, *args))
+    return await _to_its_end(work, stop, *args, on_cancel=stop.set)
+
+
+async def _to_its_end(
+    work: Callable[..., _T], *args: Any, on_cancel: Callable[[], None] | None = None
+) -> _T:
+    """Runs ``work(…)`` in a thread; cancelled, it waits for its end, so that all stands still."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        stop.set()
+        if on_cancel is not None:
+            on_cancel()
         await asyncio.wait({running})
         raise

@@ -19,7 +19,9 @@ SOCKET_PATH_LIMIT: Final = 107
 """Bytes; sun_path has 108 and wants a NUL, unix(7)."""
 LONGEST_SOCKET_NAME: Final = "/sockets/data"
 
-_FILE: Final = "daemon.json"
+FILE: Final = "daemon.json"
+"""The record's name in its folder."""
+_SOCKETS: Final = "sockets"
 _BOOT_ID: Final = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -39,15 +41,20 @@ class Record:
 
 
 def read(folder: pathlib.Path) -> Record | None:
-    """The record in ``folder``, or None."""
+    """The record in ``folder``, or None.
+
+    Of one that cannot be read only the sockets are guessed: a daemon that listens there can be
+    found, and ended.
+    """
     try:
-        members = json.loads((folder / _FILE).read_bytes())
+        members = json.loads((folder / FILE).read_bytes())
         found = Record(**{**members, "sockets": pathlib.Path(members["sockets"])})
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError):
-        log.warning("storage_daemon.record_unreadable", path=str(folder / _FILE))
-        return None
+        log.warning("storage_daemon.record_unreadable", path=str(folder / FILE))
+        sockets = folder / _SOCKETS
+        return Record(sockets, configuration="") if sockets.is_dir() else None
     # Ticks since another boot name nothing.
     same_boot = found.boot_id == boot_id()
     return found if same_boot else dataclasses.replace(found, pid=None, started=None)
@@ -56,7 +63,7 @@ def read(folder: pathlib.Path) -> Record | None:
 async def write(folder: pathlib.Path, record: Record) -> None:
     """Replaces the record in ``folder``: whoever reads sees the old one or the new one, whole."""
     members = {**dataclasses.asdict(record), "sockets": str(record.sockets)}
-    await durable.write(folder / _FILE, json.dumps(members).encode())
+    await durable.write(folder / FILE, json.dumps(members).encode())
 
 
 def boot_id() -> str:
@@ -67,7 +74,7 @@ def boot_id() -> str:
 def make_sockets_folder(folder: pathlib.Path) -> pathlib.Path:
     """A folder for sockets: in ``folder``, or, where that is too long a path, a short one."""
     if len(os.fsencode(folder)) + len(LONGEST_SOCKET_NAME) <= SOCKET_PATH_LIMIT:
-        sockets = folder / "sockets"
+        sockets = folder / _SOCKETS
         shutil.rmtree(sockets, ignore_errors=True)
         durable.make_private(sockets)
         return sockets
@@ -90,4 +97,4 @@ def remove(folder: pathlib.Path) -> None:
     found = read(folder)
     if found is not None:
         shutil.rmtree(found.sockets, ignore_errors=True)
-    (folder / _FILE).unlink(missing_ok=True)
+    (folder / FILE).unlink(missing_ok=True)

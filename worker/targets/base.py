@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import pathlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import pydantic
@@ -62,6 +62,28 @@ class Info:
     driver_volume_type: str
     data: Mapping[str, Any]
     secrets: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+
+
+class Fault(enum.Enum):
+    """How what is served differs from what is recorded."""
+
+    MISSING = enum.auto()
+    """Recorded, and not served, or not as recorded: :meth:`Target.restore` mends it."""
+    UNOWNED = enum.auto()
+    """Served of this backend's own making, or somebody let in, and recorded by nobody."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that is served otherwise than recorded."""
+
+    fault: Fault
+    name: str
+    """What the target calls it."""
+    what: str
+    """In words, for people."""
+    volume_id: uuid.UUID | None = None
+    """Where it is known."""
 
 
 class Options(pydantic.BaseModel):
@@ -121,6 +143,30 @@ class Target(Protocol):
         service is away. Cheap: called every few seconds.
         """
         return True
+
+    async def compare(
+        self, exports: Sequence[Export], volumes: Collection[uuid.UUID]
+    ) -> Sequence[Difference]:
+        """Compares what is really served with ``exports``, and changes nothing.
+
+        ``volumes`` are all that the backend has: what a target shared with others shows is this
+        backend's only where it recorded it, or where it is named after one of these. A target that
+        remembers nothing finds nothing.
+        """
+        return ()
+
+    async def remove_unowned(
+        self,
+        exports: Sequence[Export],
+        volumes: Collection[uuid.UUID],
+        names: Collection[str],
+    ) -> Mapping[str, errors.VolumeWorkerError]:
+        """Ends what :meth:`compare` finds unowned, still, and that is among ``names``.
+
+        Nothing else changes what is served meanwhile. Returns the errors by name: one does not stop
+        the rest.
+        """
+        return {}
 
     async def close(self) -> None:
         """Lets go of what the target holds; what serves a volume goes on serving."""

@@ -11,14 +11,13 @@ the volumes of another. A key ends with its connection.
 """
 
 import asyncio
-import base64
 import dataclasses
 import fcntl
 import json
 import os
 import pathlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import structlog
@@ -28,7 +27,7 @@ from worker import process
 from worker.drivers import base as drivers
 from worker.nbd import uri as uris
 from worker.storage_daemon import daemon, server
-from worker.targets import base, nbd_keys, nbd_options
+from worker.targets import base, nbd_inventory, nbd_keys, nbd_options
 
 log = structlog.get_logger(__name__)
 
@@ -108,10 +107,43 @@ class NbdTarget(base.Target):
                 return False
             exports = await self._server.exports()
             return all(
-                _export_id(connection) in exports
+                nbd_inventory.export_id(connection) in exports
                 for served in self._served.values()
                 for connection in served.connections.values()
             )
+
+    async def compare(
+        self, exports: Sequence[base.Export], volumes: Collection[uuid.UUID]
+    ) -> Sequence[base.Difference]:
+        """See :meth:`worker.targets.base.Target.compare`.
+
+        The daemon and its keys are this backend's alone: all that is there was made by it.
+        """
+        async with self._mutex:
+            found: list[base.Difference] = []
+            if await self._reach():
+                shown, nodes = await self._server.exports(), await self._server.nodes()
+                found += nbd_inventory.compare(exports, shown, nodes)
+            elif exports:
+                found += nbd_inventory.all_missing(exports)
+            if self._tls:
+                found += nbd_inventory.compare_keys(exports, self._keys.usernames())
+            return found
+
+    async def remove_unowned(
+        self,
+        exports: Sequence[base.Export],
+        volumes: Collection[uuid.UUID],
+        names: Collection[str],
+    ) -> Mapping[str, errors.VolumeWorkerError]:
+        """See :meth:`worker.targets.base.Target.remove_unowned`.
+
+        All that the daemon serves beside ``exports`` is unowned: it goes, and the keys with it.
+        """
+        failures = await self.restore(exports)
+        for volume_id, error in failures.items():
+            log.warning("nbd.not_served", volume_id=str(volume_id), error=error.message)
+        return {}
 
     async def close(self) -> None:
         """See :meth:`worker.targets.base.Target.close`."""
@@ -138,7 +170,7 @@ class NbdTarget(base.Target):
             if not self._served:
                 await self._daemon.stop()
             elif await self._reach():
-                await self._remove_node(_node_name(volume.id))
+                await self._remove_node(nbd_inventory.node_name(volume.id))
 
     async def extend_volume(self, volume: drivers.Volume, path: pathlib.Path) -> None:
         """See :meth:`worker.targets.base.Target.extend_volume`."""
@@ -187,16 +219,16 @@ class NbdTarget(base.Target):
         served.connections[connection.id] = connection
         await self._write_keys()
         exports = await self._server.exports()
-        if _export_id(connection) in exports:
+        if nbd_inventory.export_id(connection) in exports:
             return
-        node = _node_name(volume_id)
+        node = nbd_inventory.node_name(volume_id)
         if node not in exports.values():
             # Nobody uses it: opened now, it has the volume's size and content of now.
             served.path = path
             await self._server.remove_node(node)
             await self._server.add_node(node, path)
         await self._server.add_export(
-            _export_id(connection),
+            nbd_inventory.export_id(connection),
             node,
             name=str(connection.id),
             writable=connection.access_mode is base.AccessMode.READ_WRITE,
@@ -210,7 +242,7 @@ class NbdTarget(base.Target):
             return
         # What the daemon says counts, not what is remembered: an earlier try may have failed.
         await self._server.remove_exports(*(f"{mode}-{connection_id}" for mode in base.AccessMode))
-        node = _node_name(volume_id)
+        node = nbd_inventory.node_name(volume_id)
         if node not in (await self._server.exports()).values():
             await self._server.remove_node(node)
 
@@ -266,12 +298,14 @@ class NbdTarget(base.Target):
         """Makes the daemon serve what has to be served, and nothing else."""
         await self._write_keys()
         wanted = {
-            _export_id(connection)
+            nbd_inventory.export_id(connection)
             for served in self._served.values()
             for connection in served.connections.values()
         }
         await self._server.remove_exports(*(set(await self._server.exports()) - wanted))
-        paths = {_node_name(volume_id): str(s.path) for volume_id, s in self._served.items()}
+        paths = {
+            nbd_inventory.node_name(volume_id): str(s.path) for volume_id, s in self._served.items()
+        }
         used = set((await self._server.exports()).values())
         for node, path in (await self._server.nodes()).items():
             if node not in used or paths.get(node) != path:
@@ -311,16 +345,6 @@ class NbdTarget(base.Target):
                 for connection in served.connections.values()
                 if "psk_key" in connection.credentials
             )
-
-
-def _export_id(connection: base.Connection) -> str:
-    # With the mode, which QEMU does not tell: one that was recorded otherwise is another export.
-    return f"{connection.access_mode}-{connection.id}"
-
-
-def _node_name(volume_id: uuid.UUID) -> str:
-    # QEMU takes 31 characters at most, and a letter first: a UUID has 36, in base 32 it has 26.
-    return "v" + base64.b32encode(volume_id.bytes).decode().rstrip("=").lower()
 
 
 def _lock(path: pathlib.Path) -> int:

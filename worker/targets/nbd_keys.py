@@ -54,6 +54,14 @@ class Keys:
         lines = sorted(f"{each['username']}:{each['psk_key']}\n" for each in credentials)
         await durable.write(self._folder / "keys.psk", "".join(lines).encode())
 
+    def usernames(self) -> set[str]:
+        """Whose keys let in now."""
+        try:
+            lines = (self._folder / "keys.psk").read_text().splitlines()
+        except FileNotFoundError:
+            return set()
+        return {line.partition(":")[0] for line in lines if line}
+
     def server_object(self, name: str) -> Mapping[str, str]:
         """QEMU's object with these keys, for a server."""
         return {

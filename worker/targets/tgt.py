@@ -8,21 +8,19 @@ its target and removed after it.
 import asyncio
 import contextlib
 import ipaddress
-import json
 import os
 import pathlib
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar, Final, Literal
 
 import pydantic
 import structlog
 
 from messages import errors
-from worker import durable
 from worker.drivers import base as drivers
-from worker.targets import base, iscsi, tgtadm
+from worker.targets import base, iscsi, tgt_inventory, tgt_records, tgtadm
 
 log = structlog.get_logger(__name__)
 
@@ -56,7 +54,7 @@ class TgtTarget(iscsi.IscsiTarget):
         super().__init__(context)
         self._write_cache = context.options.iscsi_write_cache == "on"
         self._tgtadm = tgtadm.Tgtadm(context.execute)
-        self._records = _Records(context.state_dir / "tgt")
+        self._records = tgt_records.Records(context.state_dir / "tgt")
         self._choosing_id = asyncio.Lock()
         self._served: set[str] = set()
         """The names of what this worker process made or found served."""
@@ -116,6 +114,79 @@ class TgtTarget(iscsi.IscsiTarget):
         lost = [iqn for iqn in self._served if not _is_whole(shown.get(iqn))]
         # One that another worker process of this host has ended is no loss.
         return not any(self._records.has(iqn) for iqn in lost)
+
+    async def compare(
+        self, exports: Sequence[base.Export], volumes: Collection[uuid.UUID]
+    ) -> Sequence[base.Difference]:
+        """See :meth:`worker.targets.base.Target.compare`."""
+        shown = await self._tgtadm.targets()
+        return [one.difference for one in self._differences(shown, exports, volumes)]
+
+    async def remove_unowned(
+        self,
+        exports: Sequence[base.Export],
+        volumes: Collection[uuid.UUID],
+        names: Collection[str],
+    ) -> Mapping[str, errors.VolumeWorkerError]:
+        """See :meth:`worker.targets.base.Target.remove_unowned`."""
+        shown = await self._tgtadm.targets()
+        unowned = [
+            one
+            for one in self._differences(shown, exports, volumes)
+            if one.difference.fault is base.Fault.UNOWNED and one.difference.name in names
+        ]
+        failures: dict[str, errors.VolumeWorkerError] = {}
+        # Whoever is cut logs in again at once where any way in is left: first all of these go.
+        for step in (self._remove_difference, self._cut_intruders):
+            for one in unowned:
+                try:
+                    await step(one)
+                except tgtadm.DaemonAway:
+                    raise
+                except errors.VolumeWorkerError as error:
+                    failures[one.difference.name] = error
+        return failures
+
+    def _differences(
+        self,
+        shown: Mapping[str, tgtadm.Target],
+        exports: Sequence[base.Export],
+        volumes: Collection[uuid.UUID],
+    ) -> list[tgt_inventory.Found]:
+        wanted = [entry for export in exports for entry in self._entries(export)]
+        ours = tgt_inventory.Ours(f"{self.prefix}volume-", volumes, self._records.names())
+        return list(tgt_inventory.compare(wanted, shown, ours))
+
+    def _entries(self, export: base.Export) -> Iterable[tgt_inventory.Wanted]:
+        volume_id, path = export.volume.id, os.fspath(export.path)
+        yield tgt_inventory.Wanted(self.volume_iqn(volume_id), volume_id, path)
+        for connection in export.connections:
+            yield tgt_inventory.Wanted(
+                self.connection_iqn(volume_id, connection.id),
+                volume_id,
+                path,
+                initiator=_initiator(connection),
+                user=connection.credentials.get("auth_username"),
+                is_read_only=connection.access_mode is base.AccessMode.READ_ONLY,
+            )
+
+    async def _remove_difference(self, found: tgt_inventory.Found) -> None:
+        if found.target is None or found.intruder is None:
+            # Recorded first, as what is made is: an end that fails is found again.
+            await self._records.add(found.iqn, None)
+            await self._remove(found.iqn)
+        elif found.intruder in found.target.accounts:
+            await self._tgtadm.unbind_account(found.target.tid, found.intruder)
+        else:
+            await self._tgtadm.unbind_initiator(found.target.tid, found.intruder)
+
+    async def _cut_intruders(self, found: tgt_inventory.Found) -> None:
+        target = (await self._tgtadm.targets()).get(found.iqn)
+        if found.intruder is None or target is None:
+            return
+        for session, connection in target.connections:
+            if target.sessions.get(session) != found.initiator:
+                await self._tgtadm.close_connection(target.tid, session, connection)
 
     # Exports
 
@@ -178,7 +249,7 @@ class TgtTarget(iscsi.IscsiTarget):
         user = self.account(connection)[0] if connection else None
         await self._records.add(iqn, user)
         target = await self._target(iqn)
-        if connection is None or not _lets_in(target, connection, user):
+        if connection is None or not _is_complete(target, path, connection, user):
             try:
                 await self._complete(target, volume_id, path, connection)
             except BaseException:
@@ -299,54 +370,6 @@ class TgtTarget(iscsi.IscsiTarget):
         await self._tgtadm.delete_target(target.tid)
 
 
-class _Records:
-    """Which targets this backend has made: a file for each, with its account's name.
-
-    One that cannot be read counts as one without an account.
-    """
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        self._folder = folder
-
-    def make(self) -> None:
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-
-    def names(self) -> list[str]:
-        return sorted(path.name for path in self._folder.iterdir() if path.name[0] != ".")
-
-    def has(self, iqn: str) -> bool:
-        return (self._folder / iqn).exists()
-
-    def made_at(self, iqn: str) -> float:
-        """Seconds since the epoch."""
-        try:
-            return (self._folder / iqn).stat().st_mtime
-        except FileNotFoundError:
-            return 0.0
-
-    def user(self, iqn: str) -> str | None:
-        user = self._members(iqn).get("user")
-        return None if user is None else str(user)
-
-    async def add(self, iqn: str, user: str | None) -> None:
-        if "user" not in self._members(iqn):
-            await durable.write(self._folder / iqn, json.dumps({"user": user}).encode())
-
-    def _members(self, iqn: str) -> Mapping[str, object]:
-        path = self._folder / iqn
-        try:
-            members = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            log.warning("target.record_unreadable", path=str(path), error=str(error))
-            return {}
-        return members if isinstance(members, dict) else {}
-
-    def remove(self, iqn: str) -> None:
-        (self._folder / iqn).unlink(missing_ok=True)
-
-
 def _covers(listening: iscsi.Portal, portal: iscsi.Portal) -> bool:
     everywhere = ipaddress.ip_address(listening.address).is_unspecified
     return listening.port == portal.port and (everywhere or listening.address == portal.address)
@@ -356,8 +379,17 @@ def _initiator(connection: base.Connection) -> str:
     return str(connection.connector["initiator"])
 
 
-def _lets_in(target: tgtadm.Target, connection: base.Connection, user: str | None) -> bool:
-    return _initiator(connection) in target.initiators and user in target.accounts
+def _is_complete(
+    target: tgtadm.Target, path: pathlib.Path, connection: base.Connection, user: str | None
+) -> bool:
+    unit = target.units.get(iscsi.LUN)
+    return (
+        unit is not None
+        and unit.path == os.fspath(path)
+        and unit.read_only == (connection.access_mode is base.AccessMode.READ_ONLY)
+        and _initiator(connection) in target.initiators
+        and user in target.accounts
+    )
 
 
 def _is_whole(target: tgtadm.Target | None) -> bool:

@@ -25,6 +25,9 @@ _SHOW_LIMIT: Final = 64 * 1024 * 1024
 _NOT_CONNECTED: Final = 107
 """ENOTCONN: what the tool ends with where no daemon listens."""
 
+_NAME_TYPES: Final = ("iqn.", "eui.", "naa.")
+"""How a name begins (RFC 7143, 4.2.7); else it is an address, or ALL."""
+
 # With these on stderr the tool ends with exit code 0, although nothing was done.
 _SILENT_FAILURES: Final = ("closed the socket", "a partial response")
 
@@ -58,6 +61,9 @@ class Target:
     units: dict[int, Unit] = dataclasses.field(default_factory=dict)
     accounts: list[str] = dataclasses.field(default_factory=list)
     initiators: list[str] = dataclasses.field(default_factory=list)
+    """Names and addresses that may log in."""
+    sessions: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Whose each session is: the initiator's name."""
 
 
 class Tgtadm:
@@ -122,9 +128,14 @@ class Tgtadm:
         """Lets an initiator in; nobody is before the first."""
         await self._run("bind", "target", "--tid", str(tid), "--initiator-name", initiator)
 
+    async def unbind_account(self, tid: int, user: str) -> None:
+        """Takes an account away from a target; it may be another target's too."""
+        await self._run("unbind", "account", "--tid", str(tid), "--user", user)
+
     async def unbind_initiator(self, tid: int, initiator: str) -> None:
-        """Keeps an initiator from logging in again; its sessions go on."""
-        await self._run("unbind", "target", "--tid", str(tid), "--initiator-name", initiator)
+        """Keeps an initiator, by name or address, from logging in again; its sessions go on."""
+        kind = "name" if initiator.lower().startswith(_NAME_TYPES) else "address"
+        await self._run("unbind", "target", "--tid", str(tid), f"--initiator-{kind}", initiator)
 
     async def close_connection(self, tid: int, session: int, connection: int) -> None:
         """Cuts a connection."""
@@ -168,7 +179,8 @@ def _explained(error: errors.CommandFailed, what: str) -> errors.TargetError:
             f"tgtd does not run, or not with the control socket {where}: start it with"
             " systemctl start tgt"
         )
-    return Refused(f"tgtadm cannot {what}: {stderr or error}", stderr=stderr)
+    code = error.details["exit_code"]
+    return Refused(f"tgtadm cannot {what}: {stderr or error}", exit_code=code, stderr=stderr)
 
 
 _TARGET: Final = re.compile(r"Target (\d+): (\S+)")
@@ -229,6 +241,8 @@ class _Reader:
         match name:
             case "I_T nexus":
                 self._session = int(value)
+            case "Initiator":
+                self.target.sessions[self._session] = value.partition(" ")[0]
             case "Connection":
                 self.target.connections.append((self._session, int(value)))
 
