@@ -3,12 +3,15 @@
 import asyncio
 import datetime
 import re
-from typing import Annotated, Final
+from collections.abc import Coroutine
+from typing import Annotated, Any, Final
 
+import rich.text
 import typer
 
 from worker import settings
-from worker.cli import dead_queue, failures, letter, options, output
+from worker.cli import dead_edit, dead_queue, dead_work, failures, letter, options, output
+from worker.cli.dead_replay import Outcome
 
 commands = typer.Typer(
     help="Dead letters: requests that failed, with the reason.",
@@ -32,6 +35,19 @@ Id = Annotated[
     str | None, typer.Option("--id", metavar="ID", help="Only this message's or job's id.")
 ]
 Everything = Annotated[bool, typer.Option("--all", help="Without a limit.")]
+EachOne = Annotated[bool, typer.Option("--all", help="Every letter, where no filter is given.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Only say what would be done, and change nothing.")
+]
+Edit = Annotated[
+    str | None,
+    typer.Option(
+        "--edit",
+        metavar="JSON",
+        help="Change the request first: a merge patch of its args, or of all where it has method, "
+        "version or args. For one letter.",
+    ),
+]
 
 
 @commands.command("list")
@@ -51,9 +67,11 @@ def list_(
     wanted = dead_queue.Filter(method, origin, reason, moment(since), id_)
     configured = settings.load(config)
     cap = None if everything else limit
-    found = asyncio.run(dead_queue.look(configured, wanted, limit=cap))
+    seen = asyncio.run(dead_queue.look(configured, wanted, limit=cap))
+    found = seen.letters
+    _warn_of_others(seen)
     if as_json:
-        output.print_json({"letters": [one.summary() for one in found]})
+        output.print_json({"letters": [one.summary() for one in found], "is_all": seen.is_all})
         return
     output.print_table(
         ("id", "method", "origin", "reason", "attempts", "failed", "last error"),
@@ -95,15 +113,116 @@ def show(
         raise typer.BadParameter("ID and --id name two letters")
     wanted = dead_queue.Filter(method, origin, reason, moment(since), letter_id or id_)
     configured = settings.load(config)
-    found = asyncio.run(dead_queue.look(configured, wanted, limit=None if everything else limit))
+    seen = asyncio.run(dead_queue.look(configured, wanted, limit=None if everything else limit))
+    found = seen.letters
+    _warn_of_others(seen)
     if as_json:
-        output.print_json({"letters": [one.to_wire() for one in found]})
+        output.print_json({"letters": [one.to_wire() for one in found], "is_all": seen.is_all})
     elif found:
         for one in found:
             _print(one)
     if not found:
         output.fail("there is no such dead letter; volume-worker dead list shows those there are")
         raise typer.Exit(failures.ExitCode.FAILED)
+
+
+@commands.command("replay")
+def replay(
+    *,
+    method: Method = None,
+    origin: Origin = None,
+    reason: Reason = None,
+    since: Since = None,
+    id_: Id = None,
+    each: EachOne = False,
+    edit: Edit = None,
+    dry_run: DryRun = False,
+    config: options.Config = None,
+    as_json: options.Json = False,
+) -> None:
+    """Has requests carried out after all; a letter goes once that is sure to happen."""
+    wanted = _some(dead_queue.Filter(method, origin, reason, moment(since), id_), each=each)
+    changes = None if edit is None else dead_edit.parse(edit)
+    work = dead_work.Work(settings.load(config), wanted, dry_run)
+    _carry_out(work, work.replay(changes), as_json=as_json)
+
+
+@commands.command("discard")
+def discard(
+    *,
+    method: Method = None,
+    origin: Origin = None,
+    reason: Reason = None,
+    since: Since = None,
+    id_: Id = None,
+    each: EachOne = False,
+    dry_run: DryRun = False,
+    config: options.Config = None,
+    as_json: options.Json = False,
+) -> None:
+    """Removes letters for good; the records of their jobs stay as they are."""
+    wanted = _some(dead_queue.Filter(method, origin, reason, moment(since), id_), each=each)
+    work = dead_work.Work(settings.load(config), wanted, dry_run)
+    _carry_out(work, work.discard(), as_json=as_json)
+
+
+def _some(wanted: dead_queue.Filter, *, each: bool) -> dead_queue.Filter:
+    if wanted == dead_queue.Filter() and not each:
+        raise typer.BadParameter(
+            "say which letters: --id, --method, --origin, --reason, --since, or --all"
+        )
+    return wanted
+
+
+def _carry_out(work: dead_work.Work, doing: Coroutine[Any, Any, None], *, as_json: bool) -> None:
+    try:
+        asyncio.run(doing)
+    finally:
+        # However it ends: what was done by then is done.
+        if work.total is not None:
+            _print_work(work, as_json=as_json)
+    if work.wanted.id is not None and not work.done:
+        output.fail("there is no such dead letter; volume-worker dead list shows those there are")
+        raise typer.Exit(failures.ExitCode.FAILED)
+    if work.count(Outcome.REFUSED):
+        raise typer.Exit(failures.ExitCode.FAILED)
+
+
+def _print_work(work: dead_work.Work, *, as_json: bool) -> None:
+    if as_json:
+        output.print_json(work.to_wire())
+        return
+    output.print_table(
+        ("id", "method", "outcome", "because"),
+        [
+            [
+                output.cell(one.message_id or "-"),
+                output.cell(one.method or "?"),
+                _outcome(done.outcome, dry_run=work.dry_run),
+                output.cell(done.text),
+            ]
+            for one, done in work.done
+        ],
+    )
+    counts = [f"{n} {outcome}" for outcome in Outcome if (n := work.count(outcome))]
+    totals = ", ".join([f"{work.total} in", *counts, f"{work.left} left"])
+    output.say(f"nothing was changed; it would be: {totals}" if work.dry_run else totals)
+    if (work.total or 0) > dead_queue.MOST:
+        output.note(f"{dead_queue.MOST} letters are looked at in one go: run it again for the rest")
+
+
+def _outcome(outcome: Outcome, *, dry_run: bool) -> rich.text.Text:
+    would_be = dry_run and outcome is not Outcome.ALREADY_REPLAYED
+    style = "red" if outcome is Outcome.REFUSED else "green"
+    return output.cell(f"would be {outcome}" if would_be else outcome, style)
+
+
+def _warn_of_others(seen: dead_queue.Seen) -> None:
+    if not seen.is_all:
+        output.note(
+            "somebody else has letters in their hands just now (dead replay, dead discard?): this "
+            "is not all; try again when that is over"
+        )
 
 
 def _print(one: letter.Letter) -> None:

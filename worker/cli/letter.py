@@ -15,8 +15,9 @@ from typing import Any, Final
 
 import aio_pika.abc
 
-from messages import redaction, topology
+from messages import letters, redaction, topology
 
+_MAX_REPLAYS: Final = 2**31 - 1
 _MAX_TEXT: Final = 64 * 1024
 """Characters of a body that is not JSON that are shown."""
 
@@ -31,6 +32,8 @@ class Letter:
     reason: str
     origin: str
     attempts: int | None
+    """In all of its job's lives."""
+    replays: int
     first_failed_at: datetime.datetime | None
     last_error: str | None
     made_by_broker: bool
@@ -53,6 +56,7 @@ class Letter:
             "reason": self.reason,
             "origin": self.origin,
             "attempts": self.attempts,
+            "replays": self.replays,
             "first_failed_at": None if moment is None else moment.isoformat(),
             "last_error": self.last_error,
             "made_by_broker": self.made_by_broker,
@@ -95,12 +99,14 @@ def read(message: aio_pika.abc.AbstractIncomingMessage, names: topology.Topology
 def _by_worker(message: aio_pika.abc.AbstractIncomingMessage) -> dict[str, Any]:
     headers = message.headers or {}
     attempts = headers.get("attempts")
+    replays = headers.get(letters.REPLAYS)
     error = headers.get("last-error")
     return {
         "reason": str(headers.get("reason", "unknown")),
         "origin": str(headers.get("origin") or message.routing_key or "unknown"),
         "job_id": _text(headers.get("job-id")),
         "attempts": attempts if isinstance(attempts, int) else None,
+        "replays": replays if isinstance(replays, int) and 0 <= replays < _MAX_REPLAYS else 0,
         "first_failed_at": _moment(headers.get("first-failed-at")),
         "last_error": None if error is None else redaction.mask_text(str(error)),
     }
@@ -118,6 +124,7 @@ def _by_broker(death: Mapping[str, Any], names: topology.Topology) -> dict[str, 
         "origin": origin,
         "job_id": None,
         "attempts": topology.DELIVERY_LIMIT if reason == "delivery_limit" else None,
+        "replays": 0,
         "first_failed_at": _moment(death.get("time")),
         "last_error": _BROKER_REASONS.get(reason, f"the broker gave it up: {reason}"),
     }

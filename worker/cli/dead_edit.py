@@ -1,0 +1,68 @@
+"""``--edit``: what is changed in a request before it is replayed, by a merge patch (RFC 7396)."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
+
+import typer
+
+from messages import envelope, errors, requests
+
+_MEMBERS: Final = frozenset({"method", "version", "args"})
+
+
+class NotEditable(errors.VolumeWorkerError):
+    """The request is none that can be changed here and there."""
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The edit that was typed.
+
+    Raises:
+        BadParameter: it is no JSON object.
+    """
+    try:
+        data = json.loads(text, parse_constant=_refuse)
+    except ValueError as error:
+        raise typer.BadParameter(f"--edit is not JSON: {error}") from None
+    except RecursionError:
+        raise typer.BadParameter("--edit is nested too deeply") from None
+    if not isinstance(data, dict):
+        raise typer.BadParameter('--edit must be a JSON object, such as {"volume_id": "…"}')
+    return data
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def apply(edit: Mapping[str, Any], body: bytes) -> bytes:
+    """The request as edited: a patch of its arguments, or of all where it names other members.
+
+    Raises:
+        NotEditable: there is no request to be patched, and the edit is no whole one.
+    """
+    try:
+        data = envelope.parse_json(body)
+    except errors.InvalidRequest:
+        data = None
+    if isinstance(data, dict):
+        return json.dumps(_merge(data, edit if _MEMBERS & edit.keys() else {"args": edit})).encode()
+    if not {"method", "args"} <= edit.keys():
+        raise NotEditable(
+            "its body is no JSON object: give --edit a whole request, with method and args"
+        )
+    major, minor = requests.VERSION
+    return json.dumps({"version": f"{major}.{minor}", **edit}).encode()
+
+
+def _merge(target: object, patch: object) -> Any:
+    if not isinstance(patch, Mapping):
+        return patch
+    merged = dict(target) if isinstance(target, Mapping) else {}
+    for name, value in patch.items():
+        if value is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = _merge(merged.get(name), value)
+    return merged
