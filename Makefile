@@ -52,6 +52,19 @@ demo: venv-run ## show the worker at work, with services of its own or those of 
 test: venv ## run the tests likewise; ARGS="-k text tests/unit" go to pytest
 	@exec $(SERVICES) run -- $(BIN)/python -m pytest -n 2 $(ARGS)
 
+.PHONY: faults
+faults: venv ## kill a worker at each crash point of each method, and print the table; takes 20 minutes
+	@exec $(SERVICES) run -- $(BIN)/python -m pytest -n 2 -m faults tests/faults $(ARGS)
+
+.PHONY: venv-bench
+venv-bench: packages
+	@$(PYTHON) tools/venv.py --bench
+
+.PHONY: bench
+bench: venv-run venv-bench ## measure: beside other RPC over RabbitMQ, and at scale; takes ten minutes
+	@exec $(SERVICES) run -- $(BIN)/python bench/rpc.py $(ARGS)
+	@exec $(SERVICES) run -- $(BIN)/python bench/scale.py
+
 .PHONY: lint
 lint: venv ## ruff and import-linter
 	$(BIN)/ruff check

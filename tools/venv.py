@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
-"""Makes `.venv` of this checkout, and makes it anew only where pyproject.toml has changed."""
+"""Makes `.venv` of this checkout, and makes it anew only where pyproject.toml has changed.
+
+With --bench it makes `.venv-bench` instead, of what bench/rpc.py compares the project with: so that
+none of that gets into the environment of the project.
+"""
 
 import argparse
 import fcntl
@@ -17,6 +21,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 VENV: Final = ROOT / ".venv"
 PYTHON: Final = VENV / "bin/python"
 STAMP: Final = VENV / "volume-worker-stamp.json"
+BENCH: Final = ROOT / ".venv-bench"
 LOCK: Final = ROOT / ".services/venv.lock"
 OLDEST: Final = (3, 11)
 OLDEST_PIP: Final = "pip>=25.1"  # the first that knows dependency groups
@@ -33,6 +38,7 @@ def say(text: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools/venv.py", description=__doc__)
     parser.add_argument("--dev", action="store_true", help="with the tools for tests and checks")
+    parser.add_argument("--bench", action="store_true", help="make .venv-bench instead")
     options = parser.parse_args(arguments)
     if sys.version_info < OLDEST:
         say(f"error: needs Python 3.11 or newer, this is {sys.version.split()[0]}")
@@ -41,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with LOCK.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            make(dev=options.dev)
+            if options.bench:
+                make_bench()
+            else:
+                make(dev=options.dev)
     except (VenvError, OSError) as error:
         say(f"error: {error}")
         return 1
@@ -52,44 +61,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make(*, dev: bool) -> None:
-    project = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
-    done = _stamp()
-    if done.get("project") == project and (done.get("dev") or not dev) and _works():
+    project = _project()
+    done = _stamp(STAMP)
+    if done.get("project") == project and (done.get("dev") or not dev) and _works(PYTHON):
         return
     # What was there for development stays up to date, else it would fall behind unseen.
     dev = dev or bool(done.get("dev"))
     STAMP.unlink(missing_ok=True)
-    if not _works():
-        say(f"making .venv with Python {sys.version.split()[0]}")
-        shutil.rmtree(VENV, ignore_errors=True)
-        _run([sys.executable, "-m", "venv", str(VENV)])
+    _make_environment(VENV)
     say(f"installing the project{' and its development tools' if dev else ''} into .venv")
-    _pip("--upgrade", OLDEST_PIP)
-    _pip("-e", ".", *(["--group", "dev"] if dev else []))
+    _pip(PYTHON, "-e", ".", *(["--group", "dev"] if dev else []))
     STAMP.write_text(json.dumps({"project": project, "dev": dev}) + "\n")
 
 
-def _stamp() -> dict[str, object]:
+def make_bench() -> None:
+    project = _project()
+    python, stamp = BENCH / "bin/python", BENCH / "volume-worker-stamp.json"
+    if _stamp(stamp).get("project") == project and _works(python):
+        return
+    stamp.unlink(missing_ok=True)
+    _make_environment(BENCH)
+    say("installing what the project is compared with into .venv-bench")
+    _pip(python, "--group", "bench")
+    stamp.write_text(json.dumps({"project": project}) + "\n")
+
+
+def _project() -> str:
+    return hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+
+
+def _stamp(path: Path) -> dict[str, object]:
     try:
-        stamp = json.loads(STAMP.read_text())
+        stamp = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return stamp if isinstance(stamp, dict) else {}
 
 
-def _works() -> bool:
-    """Whether the environment's Python still runs; it goes with the one it was made of."""
+def _works(python: Path) -> bool:
+    """Whether an environment's Python still runs; it goes with the one it was made of."""
     check = f"import sys, pip; sys.exit(sys.version_info < {OLDEST})"
     try:
         return (
-            subprocess.run([PYTHON, "-c", check], check=False, capture_output=True).returncode == 0
+            subprocess.run([python, "-c", check], check=False, capture_output=True).returncode == 0
         )
     except OSError:
         return False
 
 
-def _pip(*arguments: str) -> None:
-    _run([str(PYTHON), "-m", "pip", "install", "-q", "--no-input", *arguments])
+def _make_environment(venv: Path) -> None:
+    if not _works(venv / "bin/python"):
+        say(f"making {venv.name} with Python {sys.version.split()[0]}")
+        shutil.rmtree(venv, ignore_errors=True)
+        _run([sys.executable, "-m", "venv", str(venv)])
+    _pip(venv / "bin/python", "--upgrade", OLDEST_PIP)
+
+
+def _pip(python: Path, *arguments: str) -> None:
+    _run([str(python), "-m", "pip", "install", "-q", "--no-input", *arguments])
 
 
 def _run(command: Sequence[str]) -> None:

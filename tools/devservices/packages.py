@@ -46,6 +46,7 @@ def _python_makes_venvs() -> bool:
 NEEDS: Final[Mapping[str, Callable[[], bool]]] = {
     "rabbitmq-server": SERVER_PROGRAM.exists,
     "postgresql": lambda: bin_directory() is not None,
+    "pgbouncer": _programs("pgbouncer"),
     "qemu-utils": _programs("qemu-img", "qemu-nbd", "qemu-io"),
     "qemu-system-common": _programs("qemu-storage-daemon"),
     "qemu-block-extra": _files("/usr/lib", "*/qemu/block-iscsi.so"),

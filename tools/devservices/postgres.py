@@ -5,6 +5,7 @@ import pwd
 import shutil
 import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -13,8 +14,6 @@ from devservices.processes import arguments, working_directory
 from devservices.state import secret
 
 FOLDER: Final = HOME / "postgres"
-DATA: Final = FOLDER / "data"
-DATA_NEW: Final = FOLDER / "data.new"
 DATABASE: Final = "volume_worker"
 VERSIONS: Final = Path("/usr/lib/postgresql")
 
@@ -40,41 +39,52 @@ def bin_directory() -> Path | None:
 
 
 class PostgreSQL:
-    """See `devservices.control.Service`."""
+    """See `devservices.control.Service`.
+
+    Args:
+        folder: where all of it lives; two servers with folders of their own do not meet.
+        settings: what differs from those that are here.
+    """
 
     name = "postgres"
     title = "PostgreSQL"
     variable = DATABASE_VARIABLE
-    folder = FOLDER
-    log = FOLDER / "postgres.log"
     port_names = ("postgres",)
     start_seconds = 60.0
     ends_last = frozenset[str]()
     # Fast, then immediate shutdown; the latter makes the next start run a recovery.
     stop_signals = ((signal.SIGINT, 15.0), (signal.SIGQUIT, 5.0), (signal.SIGKILL, 5.0))
 
+    def __init__(self, folder: Path = FOLDER, settings: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self.log = folder / "postgres.log"
+        self._data = folder / "data"
+        self._data_new = folder / "data.new"
+        self._settings = SETTINGS | dict(settings or {})
+
     def prepare(self) -> None:
-        FOLDER.mkdir(exist_ok=True)
-        FOLDER.chmod(0o711)
-        if not (DATA / "PG_VERSION").exists():
+        self.folder.mkdir(exist_ok=True)
+        self.folder.chmod(0o711)
+        if not (self._data / "PG_VERSION").exists():
             self._initialise()
             return
         # Left by a crash. We know that the server has ended, but it takes any process with that
         # pid, even a zombie, for another server.
-        (DATA / "postmaster.pid").unlink(missing_ok=True)
-        have = (DATA / "PG_VERSION").read_text().strip()
+        (self._data / "postmaster.pid").unlink(missing_ok=True)
+        have = (self._data / "PG_VERSION").read_text().strip()
         program = self._bin().parent.name
         if have != program:
             raise ServicesError(
-                f"{DATA} was made by PostgreSQL {have}, here is {program}: stop and remove {FOLDER}"
+                f"{self._data} was made by PostgreSQL {have}, here is {program}:"
+                f" stop and remove {self.folder}"
             )
 
     def launch(self, ports: dict[str, int]) -> list[subprocess.Popen[bytes]]:
-        settings = SETTINGS | {"port": str(ports["postgres"])}
+        settings = self._settings | {"port": str(ports["postgres"])}
         options = [part for key, value in settings.items() for part in ("-c", f"{key}={value}")]
         with self.log.open("wb") as log:
             server = subprocess.Popen(
-                [*self._as_user(), str(self._bin() / "postgres"), "-D", str(DATA), *options],
+                [*self._as_user(), str(self._bin() / "postgres"), "-D", str(self._data), *options],
                 cwd="/",
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
@@ -93,9 +103,9 @@ class PostgreSQL:
         """Recognised by arguments; PostgreSQL itself overwrites those of all but the first."""
         name, *rest = arguments(pid) or [""]
         if Path(name).name in {"postgres", "initdb"}:
-            return bool({str(DATA), str(DATA_NEW)} & set(rest))
-        title = f"postgres: {SETTINGS['cluster_name']}: "
-        return name.startswith(title) and working_directory(pid) == DATA
+            return bool({str(self._data), str(self._data_new)} & set(rest))
+        title = f"postgres: {self._settings['cluster_name']}: "
+        return name.startswith(title) and working_directory(pid) == self._data
 
     def url(self, ports: dict[str, int]) -> str:
         return f"postgresql://postgres:{secret()}@127.0.0.1:{ports['postgres']}/{DATABASE}"
@@ -108,32 +118,32 @@ class PostgreSQL:
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
-        return kept | {"LC_ALL": "C", "HOME": str(FOLDER)}
+        return kept | {"LC_ALL": "C", "HOME": str(self.folder)}
 
     def _initialise(self) -> None:
         """Make the data folder under another name first, so that a kill leaves no half of it."""
         say("PostgreSQL: making its data folder (once)")
-        shutil.rmtree(DATA_NEW, ignore_errors=True)
-        if DATA.exists():
-            raise ServicesError(f"{DATA} is damaged: remove {FOLDER} and start again")
-        DATA_NEW.mkdir(mode=0o700)
-        password = FOLDER / "password.new"
+        shutil.rmtree(self._data_new, ignore_errors=True)
+        if self._data.exists():
+            raise ServicesError(f"{self._data} is damaged: remove {self.folder} and start again")
+        self._data_new.mkdir(mode=0o700)
+        password = self.folder / "password.new"
         password.unlink(missing_ok=True)
         password.touch(mode=0o600)
         password.write_text(secret())
         user = _server_user()
         if user is not None:
-            for path in (DATA_NEW, password):
+            for path in (self._data_new, password):
                 os.chown(path, user.pw_uid, user.pw_gid)
         # A password and not SCRAM: it stays on loopback, and a login costs no thousand hashes.
         # SQL of this server can run programs, so other users of the machine must not get in.
         flags = ["-A", "password", f"--pwfile={password}", "-U", "postgres"]
         flags += ["--encoding=UTF8", "--locale=C"]
-        self._once("initdb", [*flags, "-D", str(DATA_NEW)])
+        self._once("initdb", [*flags, "-D", str(self._data_new)])
         password.unlink()
-        single = ["--single", "-D", str(DATA_NEW), "-c", "exit_on_error=true", "postgres"]
+        single = ["--single", "-D", str(self._data_new), "-c", "exit_on_error=true", "postgres"]
         self._once("postgres", single, text=f"CREATE DATABASE {DATABASE}\n")
-        DATA_NEW.rename(DATA)
+        self._data_new.rename(self._data)
 
     def _once(self, program: str, arguments: list[str], text: str = "") -> None:
         done = subprocess.run(
@@ -162,11 +172,11 @@ class PostgreSQL:
         reach = [*drop, "--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
         for prefix in (drop, reach):
             # Not `test -x`: access(2) leaves capabilities out of account.
-            probe = [*prefix, "stat", f"{FOLDER}/."]
+            probe = [*prefix, "stat", f"{self.folder}/."]
             if subprocess.run(probe, check=False, capture_output=True, cwd="/").returncode == 0:
                 return prefix
         raise ServicesError(
-            f"the user {user.pw_name}, which has to run PostgreSQL, cannot reach {FOLDER}:"
+            f"the user {user.pw_name}, which has to run PostgreSQL, cannot reach {self.folder}:"
             " move the checkout to a folder that others may pass through"
         )
 

@@ -33,31 +33,39 @@ raft.wal_max_size_bytes = 64000000
 
 
 class RabbitMQ:
-    """See `devservices.control.Service`."""
+    """See `devservices.control.Service`.
+
+    Args:
+        folder: where all of it lives; two nodes with folders of their own do not meet.
+        settings: lines for its configuration file beside those that are here.
+    """
 
     name = "rabbitmq"
     title = "RabbitMQ"
     variable = BROKER_VARIABLE
-    folder = FOLDER
-    log = FOLDER / "log/start.log"
     port_names = ("amqp", "distribution", "epmd")
     start_seconds = 90.0
     ends_last = frozenset({"epmd"})  # the node says good-bye to it
     stop_signals = ((signal.SIGTERM, 20.0), (signal.SIGKILL, 5.0))
 
+    def __init__(self, folder: Path = FOLDER, settings: str = "") -> None:
+        self.folder = folder
+        self.log = folder / "log/start.log"
+        self._settings = settings
+
     def prepare(self) -> None:
         if not SERVER_PROGRAM.exists() or find_program("epmd") is None:
             raise ServicesError("no RabbitMQ here: run `make packages`")
         for part in ("home", "log", "data", "generated", "plugins"):
-            (FOLDER / part).mkdir(parents=True, exist_ok=True)
-        FOLDER.chmod(0o700)
-        self._write("rabbitmq.conf", CONFIG.format(user=USER, password=secret()))
+            (self.folder / part).mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o700)
+        self._write("rabbitmq.conf", CONFIG.format(user=USER, password=secret()) + self._settings)
         self._write("advanced.config", "[].\n")
         self._write("enabled_plugins", "[].\n")
         self._write("home/.erlang.cookie", secret(), mode=0o400)
 
     def launch(self, ports: dict[str, int]) -> list[subprocess.Popen[bytes]]:
-        environment = self._environment(ports)
+        environment = self.environment(ports)
         epmd = find_program("epmd")
         if epmd is None:
             raise ServicesError("no epmd here: run `make packages`")
@@ -67,7 +75,7 @@ class RabbitMQ:
             return [
                 subprocess.Popen(
                     command,
-                    cwd=FOLDER,
+                    cwd=self.folder,
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -87,20 +95,21 @@ class RabbitMQ:
             return False
 
     def is_ours(self, pid: int) -> bool:
-        return environment_has(pid, MARK, str(FOLDER))
+        return environment_has(pid, MARK, str(self.folder))
 
     def url(self, ports: dict[str, int]) -> str:
         return f"amqp://{USER}:{secret()}@127.0.0.1:{ports['amqp']}/"
 
-    def _environment(self, ports: dict[str, int]) -> dict[str, str]:
+    def environment(self, ports: dict[str, int]) -> dict[str, str]:
+        """What the node and the programs that talk to it run with."""
         kept = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("RABBITMQ_", "ERL_", "ERLANG_", "NOTIFY_SOCKET"))
         }
         return kept | {
-            MARK: str(FOLDER),
-            "HOME": str(FOLDER / "home"),
+            MARK: str(self.folder),
+            "HOME": str(self.folder / "home"),
             "ERL_CRASH_DUMP_SECONDS": "0",  # write none: a failed start is told sooner
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "ERL_EPMD_PORT": str(ports["epmd"]),
@@ -108,15 +117,15 @@ class RabbitMQ:
             "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODE_PORT": str(ports["amqp"]),
             "RABBITMQ_DIST_PORT": str(ports["distribution"]),
-            "RABBITMQ_MNESIA_BASE": str(FOLDER / "data"),
-            "RABBITMQ_LOG_BASE": str(FOLDER / "log"),
-            "RABBITMQ_PLUGINS_EXPAND_DIR": str(FOLDER / "plugins"),
-            "RABBITMQ_GENERATED_CONFIG_DIR": str(FOLDER / "generated"),
-            "RABBITMQ_PID_FILE": str(FOLDER / "node.pid"),
-            "RABBITMQ_CONFIG_FILE": str(FOLDER / "rabbitmq.conf"),
-            "RABBITMQ_ADVANCED_CONFIG_FILE": str(FOLDER / "advanced.config"),
-            "RABBITMQ_ENABLED_PLUGINS_FILE": str(FOLDER / "enabled_plugins"),
-            "RABBITMQ_CONF_ENV_FILE": str(FOLDER / "no-environment-file"),
+            "RABBITMQ_MNESIA_BASE": str(self.folder / "data"),
+            "RABBITMQ_LOG_BASE": str(self.folder / "log"),
+            "RABBITMQ_PLUGINS_EXPAND_DIR": str(self.folder / "plugins"),
+            "RABBITMQ_GENERATED_CONFIG_DIR": str(self.folder / "generated"),
+            "RABBITMQ_PID_FILE": str(self.folder / "node.pid"),
+            "RABBITMQ_CONFIG_FILE": str(self.folder / "rabbitmq.conf"),
+            "RABBITMQ_ADVANCED_CONFIG_FILE": str(self.folder / "advanced.config"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(self.folder / "enabled_plugins"),
+            "RABBITMQ_CONF_ENV_FILE": str(self.folder / "no-environment-file"),
             # Two schedulers are enough and keep an idle node quiet.
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
                 "+S 2:2 +sbwt none +sbwtdcpu none +sbwtdio none"
@@ -127,7 +136,7 @@ class RabbitMQ:
         }
 
     def _write(self, name: str, text: str, mode: int = 0o600) -> None:
-        path = FOLDER / name
+        path = self.folder / name
         path.unlink(missing_ok=True)
         path.touch(mode=0o600)
         path.write_text(text)
