@@ -327,7 +327,7 @@ async def test_jobs_on_one_volume_start_in_the_order_of_acceptance(hosts: Hosts)
         ("extend_volume", {**at, "new_size_bytes": 2 * MIB}),
         ("extend_volume", {**at, "new_size_bytes": 3 * MIB}),
         ("create_export", at),
-        ("initialize_connection", {**at, "connector": {"host": "x"}}),
+        ("ensure_export", at),
         ("terminate_connection", {**at, "connector": {"host": "x"}}),
         ("remove_export", at),
         ("extend_volume", {**at, "new_size_bytes": 4 * MIB}),
@@ -381,7 +381,6 @@ async def test_jobs_on_one_volume_start_in_the_order_of_acceptance(hosts: Hosts)
         ("get_backup", {"backup_id": str(uuid.UUID(int=1))}),
         ("list_snapshots", {}),
         ("list_backups", {}),
-        ("cancel_job", {"job_id": str(uuid.UUID(int=1))}),
         ("throttle_job", {"job_id": str(uuid.UUID(int=1)), "bytes_per_second": None}),
     ],
 )

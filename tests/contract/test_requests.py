@@ -36,6 +36,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         {"volume": {"id": ID, "name": "ü" * 127, "size_bytes": 2**63 - 1, "metadata": {"a": "b"}}},
     ],
     "delete_volume": [{"volume_id": ID}, {"volume_id": ID, "cascade": True}],
+    "reconcile": [{}, {"repair": True}],
     "extend_volume": [{"volume_id": ID, "new_size_bytes": 5 * 2**30}],
     "create_export": [{"volume_id": ID}],
     "ensure_export": [{"volume_id": ID}],
@@ -76,6 +77,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "get_volume_stats": [{}, {"refresh": True}],
     "get_volume": [{"volume_id": ID}],
     "get_job": [{"job_id": ID}],
+    "cancel_job": [{"job_id": ID}],
     "list_volumes": [
         {},
         {"status": "available", "all": True, "limit": 1000, "after": ID},
@@ -106,6 +108,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("get_volume", {"volume_id": f"urn:uuid:{ID}"}, "args.volume_id"),
     ("get_volume", {"volume_id": ID + "\n"}, "args.volume_id"),
     ("get_job", {"job_id": "x"}, "args.job_id"),
+    ("cancel_job", {}, "args.job_id"),
+    ("cancel_job", {"job_id": "x"}, "args.job_id"),
     # Names.
     *(
         (

@@ -11,7 +11,7 @@ import aio_pika.exceptions
 import pytest
 
 from tests.services import environment
-from worker import service, settings
+from worker import service, settings, shutdown
 from worker.store import database
 
 
@@ -60,8 +60,8 @@ async def running(
             yield store
 
     monkeypatch.setattr(database, "connect", remember)
-    made = service.Service(configured, settings.backends(configured))
-    monkeypatch.setattr(made, "_listen_for_signals", lambda: None)
+    signals = shutdown.Signals()
+    made = service.Service(configured, settings.backends(configured), signals=signals)
     task = asyncio.create_task(made.run())
     try:
         async with asyncio.timeout(30):
@@ -70,7 +70,7 @@ async def running(
                 await asyncio.sleep(0.05)
         yield InProcess(stores[0], task)
     finally:
-        made._stop.set()
+        signals.stop.set()
         if not task.done():
             async with asyncio.timeout(30):
                 await asyncio.wait([task])

@@ -104,8 +104,8 @@ class Bench:
 
     async def finish(self, one: jobs.Job, **how: Any) -> jobs.Ended:
         """Ends a job; without a word, well."""
-        values = {"state": resources.JobState.SUCCEEDED, "result": {}, "owner": self.owner}
-        return await jobs.finish(self.store, one, **{**values, **how})
+        values = {"state": resources.JobState.SUCCEEDED, "result": {}}
+        return await jobs.finish(self.store, jobs.Ending(one, **{**values, **how}))
 
     async def volume(
         self, *, address: str = HERE, status: str = "available", **columns: Any

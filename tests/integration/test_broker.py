@@ -11,8 +11,7 @@ import pydantic
 import pytest
 
 from messages import errors, link, topology
-from tests.integration import tcp_proxy
-from tests.services import environment
+from tests.services import environment, tcp_proxy
 from worker import broker
 
 FAST, SLOW = "host-a@fast", "host-a@slow"

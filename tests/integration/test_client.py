@@ -16,8 +16,7 @@ import aio_pika.exceptions
 import pytest
 
 from messages import client, errors, replies, topology
-from tests.integration import tcp_proxy
-from tests.services import environment
+from tests.services import environment, tcp_proxy
 
 ADDRESS = "host-a@fast"
 Message = aio_pika.abc.AbstractIncomingMessage

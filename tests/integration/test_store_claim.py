@@ -72,9 +72,9 @@ async def test_only_jobs_of_the_workers_own_addresses_are_claimed(
 
 async def test_a_job_is_not_claimed_before_its_time(bench: store_bench.Bench) -> None:
     one = await bench.started(need(uuid.uuid4()))
-    await jobs.requeue(bench.store, one, delay=0.3, error=errors.TargetError("away"))
+    await jobs.requeue(bench.store, one, delay=3, error=errors.TargetError("away"))
     assert await bench.claim() == []
-    await asyncio.sleep(0.35)
+    await asyncio.sleep(3.1)
     (claimed,) = await bench.claim()
     assert claimed.attempt == 2
     assert claimed.error is not None

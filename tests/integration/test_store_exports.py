@@ -70,8 +70,11 @@ class Site:
             store=bench.store,
             remote=unused,
             connectors=unused,
+            lease=30.0,
             say_volume=unused,
             progress=unused,
+            cancel=unused,
+            on_child=unused,
         )
 
     async def make(self, export: Export) -> None:

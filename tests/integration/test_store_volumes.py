@@ -341,9 +341,9 @@ async def test_connections_are_unique_even_beside_the_store(connecting: Connecti
     with pytest.raises(asyncpg.UniqueViolationError):
         await connecting.bench.rows(
             "INSERT INTO connections (id, volume_id, connector_host, identity, connection_key,"
-            " connector, access_mode, state, is_local)"
+            " connector, access_mode, state, is_local, made_by)"
             " SELECT gen_random_uuid(), volume_id, connector_host, identity, connection_key,"
-            " connector, 'ro', 'live', is_local FROM connections WHERE id = $1",
+            " connector, 'ro', 'live', is_local, made_by FROM connections WHERE id = $1",
             first.id,
         )
 

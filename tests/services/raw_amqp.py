@@ -11,6 +11,8 @@ METHOD: Final = 1
 HEADER: Final = 2
 BODY: Final = 3
 FRAME_END: Final = b"\xce"
+MOST: Final = 131072 - 8
+"""Bytes of a body that one frame holds."""
 
 
 def short(text: bytes) -> bytes:
@@ -53,7 +55,8 @@ class Publisher:
         self._send(1, 60, 40, arguments)
         header = struct.pack(">HHQH", 60, 0, len(body), flags) + properties
         self._write(HEADER, 1, header)
-        self._write(BODY, 1, body)
+        for at in range(0, len(body), MOST):
+            self._write(BODY, 1, body[at : at + MOST])
         assert (await self._frame())[:4] == struct.pack(">HH", 60, 80), "the broker took it not"
 
     def _send(self, channel: int, class_id: int, method: int, arguments: bytes) -> None:

@@ -53,6 +53,8 @@ class Worker:
         self.http_port = tgtd.free_port()
         self.nbd_port: int | None = None
         self.leaves_something = leaves_something
+        self.command: Sequence[str] = (COMMAND,)
+        """What is started instead of the installed command, with the same arguments."""
         self._env = dict(env or {})
         self._arguments = list(arguments)
         self._process: subprocess.Popen[bytes] | None = None
@@ -101,7 +103,7 @@ class Worker:
         outside = {k: v for k, v in os.environ.items() if not k.startswith("VOLUME_WORKER_")}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [COMMAND, "run", "--config", str(self.config), *self._arguments],
+                [*self.command, "run", "--config", str(self.config), *self._arguments],
                 env={**outside, **self._env, STATE_VARIABLE: str(self.state_dir)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

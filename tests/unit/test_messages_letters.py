@@ -8,6 +8,8 @@ import types
 from typing import Any
 
 import aio_pika
+import pamqp.decode
+import pamqp.encode
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,6 +144,69 @@ def test_the_reasons_of_an_earlier_death_are_replaced() -> None:
     assert back.headers["last-error"] == "second"
     assert back.headers["mine"] == 1
     assert "job-id" not in back.headers
+
+
+HISTORY: dict[str, Any] = {
+    "replays": 12,
+    "attempts": 55,
+    "lives": [
+        {
+            "code": "TargetError",
+            "message": f"--password hunter2 {number} " + "x" * 1000,
+            "attempts": 5,
+            "finished_at": "2026-03-01T12:30:00.000000Z",
+        }
+        for number in range(10)
+    ],
+}
+
+
+def test_the_letter_of_a_job_that_was_replayed_tells_of_its_earlier_lives() -> None:
+    headers = letters.reason_headers(
+        error=errors.TargetError("again"), origin="a@b", job_id="j", attempts=5, history=HISTORY
+    )
+    assert (headers["attempts"], headers["replays"]) == (60, 12)
+    assert headers["last-error"] == "again"
+    lives = headers["replay-history"]
+    assert [life["attempts"] for life in lives] == [5] * 10
+    assert lives[3]["reason"] == "TargetError"
+    assert lives[3]["failed-at"] == "2026-03-01T12:30:00.000000Z"
+    assert "hunter2" not in str(headers)
+    assert len(str(headers)) < 5000
+    # A table of AMQP can hold it.
+    assert pamqp.decode.field_table(pamqp.encode.field_table(headers))[1] == headers
+
+
+def test_a_letter_inherits_no_history() -> None:
+    headers = letters.reason_headers(error=errors.TargetError("x"), origin="a@b", history=HISTORY)
+    assert there_and_back(incoming({**headers, "mine": 1})).headers == {"mine": 1}
+
+
+def test_a_letter_sent_again_is_a_request_without_the_deadline_that_it_had() -> None:
+    message = incoming(
+        {"deadline": "2020-01-01T00:00:00Z", "reason": "X", "x-death": [{}], "mine": 1},
+        body=b"{}",
+        message_id="m",
+        reply_to="q",
+        correlation_id="c",
+        content_type="text/odd",
+        expiration=5.0,
+    )
+    again = letters.as_request(message, b"{}", message_id="m")
+    assert again.headers == {"mine": 1}
+    assert (again.body, again.message_id, again.reply_to, again.correlation_id) == (
+        b"{}", "m", "q", "c",
+    )  # fmt: skip
+    assert (again.content_type, again.expiration) == ("text/odd", None)
+    assert again.delivery_mode == aio_pika.DeliveryMode.PERSISTENT
+
+
+def test_a_caller_without_a_correlation_id_is_answered_under_the_id_that_it_sent() -> None:
+    message = incoming(None, body=b"{", message_id="odd", content_encoding="gzip")
+    again = letters.as_request(message, b"{}", message_id="new")
+    assert (again.message_id, again.correlation_id) == ("new", "odd")
+    # What was edited is JSON, whatever it was before.
+    assert (again.content_type, again.content_encoding) == ("application/json", None)
 
 
 # What a table of AMQP 0-9-1 can hold, once decoded.

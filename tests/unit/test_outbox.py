@@ -15,7 +15,7 @@ import pytest
 import structlog.testing
 
 from messages import errors, letters, link, resources, topology
-from worker import broker, outbox
+from worker import broker, dispatcher, outbox
 from worker.store import database, jobs
 from worker.store import outbox as outbox_store
 
@@ -47,18 +47,24 @@ class FakeBroker:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def publish(
-        self, message: aio_pika.Message, *, exchange: str, routing_key: str, mandatory: bool
-    ) -> None:
-        self.attempts.append(routing_key)
+    async def publish_all(
+        self, messages: Sequence[link.Outgoing]
+    ) -> list[errors.VolumeWorkerError | None]:
+        self.attempts += [one.routing_key for one in messages]
         await self.gate.wait()
+        return [self._take(one) for one in messages]
+
+    def _take(self, one: link.Outgoing) -> errors.VolumeWorkerError | None:
         if self.away:
-            raise errors.Unreachable("away")
-        if routing_key in self.unroutable:
-            raise link.Unroutable("no queue")
+            return errors.Unreachable("away")
+        if one.routing_key in self.unroutable:
+            return link.Unroutable("no queue")
         at = asyncio.get_running_loop().time()
-        body = None if exchange == self.names.dead else json.loads(message.body)
-        self.published.append(Published(exchange, routing_key, body, message, mandatory, at))
+        body = None if one.exchange == self.names.dead else json.loads(one.message.body)
+        self.published.append(
+            Published(one.exchange, one.routing_key, body, one.message, one.mandatory, at)
+        )
+        return None
 
     def keys(self, exchange: str) -> list[str]:
         return [one.key for one in self.published if one.exchange == exchange]
@@ -87,7 +93,7 @@ class FakeStore:
             case "delete_outbox":
                 self.deleted += args[0]
                 return []
-            case "pending_outbox":
+            case "adopt_outbox" | "touch_outbox":
                 return []
         raise AssertionError(query)
 
@@ -107,7 +113,6 @@ class Bench:
         self.outbox = outbox.Outbox(
             cast("database.Database", self.store),
             cast("broker.Broker", self.broker),
-            owner=uuid.uuid4(),
             addresses=[ADDRESS],
         )
 
@@ -160,6 +165,7 @@ def a_job(**changed: Any) -> jobs.Job:
         "overdue": False,
         "edited": False,
         "endings": 1,
+        "history": None,
         "created_at": NOW,
         "version": 1,
     }
@@ -244,7 +250,7 @@ async def test_an_event_is_no_reason_for_a_reply_to_wait(bench: Bench) -> None:
         before = loop.time()
         await bench.outbox.tell(outbox_store.Entry(1, job=ended(), reply_only=True))
         await eventually(lambda: bench.broker.replies)
-        assert bench.broker.replies[0].at - before < outbox.LINGER / 2
+        assert bench.broker.replies[0].at - before < dispatcher.LINGER / 2
         await bench.flush()
 
 
@@ -420,6 +426,7 @@ def a_connection(connection_id: uuid.UUID, state: str) -> dict[str, Any]:
         "access_mode": "rw",
         "state": state,
         "is_local": False,
+        "made_by": uuid.uuid4(),
         "driver_volume_type": "iscsi",
         "data": {"target_iqn": "iqn.x", "auth_method": "CHAP"},
         "credentials": {"secrets": {"auth_password": "hunter2", "tls.psk": "key"}},

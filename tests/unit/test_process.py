@@ -110,7 +110,7 @@ async def test_a_program_ended_by_a_signal_fails_with_its_negative_number(
     assert caught.value.details["exit_code"] == -signal.SIGSEGV
 
 
-@pytest.mark.parametrize("argv", [("no-such-program",), ("/",), ("/etc/hostname",)])
+@pytest.mark.parametrize("argv", [("no-such-program",), ("/",), ("/proc/version",)])
 async def test_a_program_that_cannot_be_started_is_a_failed_command(
     execute: process.Executor, argv: tuple[str, ...]
 ) -> None:
@@ -428,3 +428,96 @@ def test_the_start_time_is_read_past_an_odd_program_name(tmp_path: pathlib.Path)
 def test_a_program_is_found_on_the_path_or_not_at_all() -> None:
     assert process.find_program("sh") is not None
     assert process.find_program("no-such-program") is None
+
+
+# A worker that ends
+
+
+async def test_what_runs_while_the_worker_ends_is_killed_when_its_time_is_up(
+    execute: process.Executor,
+) -> None:
+    hanging = asyncio.create_task(execute.run("sh", "-c", "trap '' TERM; sleep 300 & wait; wait"))
+    await asyncio.sleep(0.1)
+    execute.end_by(0.2)
+    with pytest.raises(errors.CommandTimeout, match=r"sh was killed after .* s: the worker ends"):
+        await asyncio.wait_for(hanging, 60)
+
+
+async def test_what_is_run_while_the_worker_ends_gets_the_time_that_is_left(
+    execute: process.Executor,
+) -> None:
+    execute.end_by(1)
+    assert (await execute.run("echo", "x")).stdout == "x\n"
+    with pytest.raises(errors.CommandTimeout, match="the worker ends"):
+        await asyncio.wait_for(execute.run("sleep", "300"), 60)
+    with pytest.raises(errors.CommandTimeout, match="echo was not started: the worker ends"):
+        await execute.run("echo", "x")
+
+
+async def test_all_that_runs_can_be_killed_at_once(
+    execute: process.Executor, tmp_path: pathlib.Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    script = f"sleep 300 & echo $! >{pid_file}; wait"
+    running = asyncio.create_task(execute.run("sh", "-c", script, ok_codes=(-signal.SIGKILL,)))
+    child = await execute.start("sleep", "300")
+    grandchild = await read_pid(pid_file)
+    execute.children.kill_all()
+    await asyncio.wait_for(running, 60)
+    assert await asyncio.wait_for(child.wait(), 60) == -signal.SIGKILL
+    await child.stop()
+    await until(lambda: not alive(grandchild))
+    assert not alive(grandchild)
+
+
+async def test_a_program_that_is_waited_for_dies_with_a_worker_that_is_killed(
+    tmp_path: pathlib.Path,
+) -> None:
+    pid_file = tmp_path / "pid"
+    script = f"""
+import asyncio
+from worker import process
+
+asyncio.run(process.Executor().run("sh", "-c", "echo $$ >{pid_file}; exec sleep 300"))
+"""
+    worker = python(script)
+    try:
+        child = await read_pid(pid_file)
+        assert alive(child)
+    finally:
+        worker.kill()
+        worker.wait()
+    await until(lambda: not alive(child))
+    assert not alive(child)
+
+
+def test_orphans_are_reaped_and_no_exit_code_of_a_child_is_lost() -> None:
+    """As PID 1 does it; a subreaper inherits orphans like that, prctl(2)."""
+    script = """
+import asyncio, ctypes, os
+from worker import children, process
+
+PR_SET_CHILD_SUBREAPER = 36
+assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+children.REAP_INTERVAL = 0.001
+
+async def main():
+    execute = process.Executor()
+    reaping = asyncio.create_task(execute.children.reap_orphans())
+    orphan = "setsid sleep 0.1 >/dev/null 2>&1 </dev/null & exit 3"
+    for _ in range(5):
+        await asyncio.gather(*(
+            execute.run("sh", "-c", orphan, ok_codes=(3,)) for _ in range(8)
+        ))
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            await asyncio.sleep(0.01)
+
+asyncio.run(main())
+"""
+    ended = python(script)
+    assert ended.wait(60) == 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
 
@@ -9,7 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from messages import errors
-from worker import leftovers, supervisor
+from worker import gate, leftovers, supervisor
+from worker.reconciliation import serving
 
 
 class Target:
@@ -26,6 +28,13 @@ class Target:
         return True
 
 
+class Reconciler:
+    """Finds nothing."""
+
+    async def round(self) -> None:
+        return
+
+
 class Backend:
     """As much of a backend as a supervisor's rounds touch."""
 
@@ -35,6 +44,7 @@ class Backend:
         self.target = Target()
         self.target_error: errors.VolumeWorkerError | None = None
         self.changes = 0
+        self.serving = gate.Gate()
 
     @property
     def up(self) -> bool:
@@ -70,6 +80,8 @@ async def rounds(looked_after: Backend) -> AsyncIterator[Callable[[], Awaitable[
         accept=unused,
         stats_interval=60,
         on_standby=unused,
+        reconciler=cast("Any", Reconciler()),
+        reconcile_interval=60,
     )
     running = asyncio.create_task(made._look_after())
 
@@ -134,3 +146,29 @@ async def test_a_database_that_is_away_says_nothing_of_the_target(
             assert one.up
     assert "backend.target_away" not in [entry["event"] for entry in logs]
     assert sweeps
+
+
+async def test_a_volume_that_cannot_be_served_is_tried_again_and_logged_once(
+    sweeps: list[Exception | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[None] = []
+
+    async def restore(*_: object) -> dict[uuid.UUID, errors.VolumeWorkerError]:
+        tries.append(None)
+        why = "No such file" if len(tries) < 6 else "Permission denied"
+        return {uuid.UUID(int=1): errors.TargetError(why)}
+
+    async def check_health() -> bool:
+        one.target.checked += 1
+        return False
+
+    monkeypatch.setattr(serving, "restore", restore)
+    one = Backend()
+    one.target.check_health = check_health  # type: ignore[method-assign]
+    with capture_logs() as logs:
+        async with rounds(one) as two_more:
+            while len(tries) < 10:
+                await two_more()
+    failed = [entry["error"] for entry in logs if entry["event"] == "backend.restore_failed"]
+    assert failed == ["No such file", "Permission denied"]
+    assert [entry["event"] for entry in logs].count("backend.restoring") == 1

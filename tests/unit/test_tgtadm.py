@@ -75,6 +75,7 @@ def test_every_field_is_read() -> None:
         },
         accounts=["u1", "u2 (outgoing)"],
         initiators=["iqn.1993-08.org.debian:01:a", "ALL"],
+        sessions={2: "iqn.1993-08.org.debian:01:a", 7: "iqn.1993-08.org.debian:01:b"},
     )
     assert tenth == tgtadm.Target(10, "iqn.2010-10.org.openstack:volume-10")
 

@@ -1,0 +1,117 @@
+"""Work on dead letters: what may be typed, and what an edit makes of a request."""
+
+import datetime
+import json
+import types
+import uuid
+from typing import Any
+
+import pytest
+import typer
+import typer.testing
+
+from messages import topology
+from worker.cli import app, dead_edit, dead_queue, dead_replay, letter
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "replay",
+        "discard",
+        "replay --dry-run",
+        "replay --edit {}",
+        "replay --all --edit []",
+        "replay --all --edit {",
+        'replay --all --edit {"a":NaN}',
+        "replay --since yesterday",
+        "discard --all --edit {}",
+        "replay --all --limit 1",
+    ],
+)
+def test_wrong_usage_ends_with_2(arguments: str) -> None:
+    ended = typer.testing.CliRunner().invoke(app.app, ["dead", *arguments.split(" ")])
+    assert ended.exit_code == 2, ended.output
+
+
+REQUEST = {"method": "m", "version": "1.0", "args": {"a": 1, "b": {"c": 2, "d": [1, 2]}}}
+
+
+@pytest.mark.parametrize(
+    ("edit", "changed"),
+    [
+        ({"a": 2}, {"args": {"a": 2, "b": {"c": 2, "d": [1, 2]}}}),
+        ({"b": {"c": None, "d": [3]}}, {"args": {"a": 1, "b": {"d": [3]}}}),
+        ({"b": 1, "e": {"f": {"g": None}}}, {"args": {"a": 1, "b": 1, "e": {"f": {}}}}),
+        ({"method": "n"}, {"method": "n"}),
+        ({"args": {"b": None}, "version": "1.1"}, {"args": {"a": 1}, "version": "1.1"}),
+        ({}, {}),
+    ],
+)
+def test_an_edit_is_a_merge_patch_of_the_arguments_or_of_all(
+    edit: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    edited = dead_edit.apply(edit, json.dumps(REQUEST).encode())
+    assert json.loads(edited) == {**REQUEST, **changed}
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff", b"[]", b"{", b"1", b'"\\u0000"'])
+def test_what_cannot_be_read_is_replaced_by_a_whole_request(body: bytes) -> None:
+    edited = json.loads(dead_edit.apply({"method": "m", "args": {"a": None}}, body))
+    assert edited == {"method": "m", "version": "1.0", "args": {"a": None}}
+    parts: list[dict[str, Any]] = [{"a": 1}, {"method": "m"}, {"args": {}}]
+    for part in parts:
+        with pytest.raises(dead_edit.NotEditable, match="method and args"):
+            dead_edit.apply(part, body)
+
+
+def test_an_edit_that_is_nested_too_deep_is_refused() -> None:
+    with pytest.raises(typer.BadParameter, match="deep"):
+        dead_edit.parse('{"a":' * 100_000)
+
+
+def _taken(**changed: Any) -> dead_queue.Taken:
+    headers = {
+        "reason": "InvalidRequest",
+        "origin": "host-a@fast",
+        "first-failed-at": "2026-03-01T12:30:00.000001+00:00",
+        **changed.pop("headers", {}),
+    }
+    values = {"message_id": "odd", "reply_to": None, "correlation_id": None, "body": b"{"}
+    message: Any = types.SimpleNamespace(
+        **{**values, "routing_key": "", **changed}, headers=headers
+    )
+    return dead_queue.Taken(message, letter.read(message, topology.Topology("volume")))
+
+
+def test_a_letter_without_a_valid_id_gets_the_same_one_each_time_and_another_letter_another() -> (
+    None
+):
+    ones = [
+        _taken(),
+        _taken(message_id="other"),
+        _taken(message_id=None),
+        _taken(body=b"{}"),
+        _taken(headers={"origin": "host-b@fast"}),
+        _taken(headers={"first-failed-at": "2026-03-01T12:30:00.000002+00:00"}),
+    ]
+    made = [dead_replay.new_id(one) for one in ones]
+    assert made == [dead_replay.new_id(one) for one in ones]
+    assert len(set(made)) == len(made)
+    assert all(uuid.UUID(one) for one in made)
+
+
+def test_what_the_broker_made_of_messages_without_ids_stays_apart() -> None:
+    death = {
+        "queue": "volume.host-a@fast",
+        "reason": "rejected",
+        "time": datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC),
+    }
+    one = _taken(message_id=None, headers={"x-death": [death]})
+    assert dead_replay.new_id(one) != dead_replay.new_id(one)
+
+
+@pytest.mark.parametrize("said", [-1, 2**31, "1", 1.5, None])
+def test_a_count_of_replays_that_is_none_is_taken_for_0(said: object) -> None:
+    assert _taken(headers={"replays": said}).letter.replays == 0
+    assert _taken(headers={"replays": 3}).letter.replays == 3
