@@ -71,7 +71,9 @@ def _size(kind: str, data: bytes) -> int:
 def _instead(kind: str, data: bytes) -> Any:
     match kind:
         case "shortstr":
-            return data[1:].decode("utf-8", "backslashreplace")
+            # Cut to what a short text holds, since it is sent on in replies and letters.
+            text = data[1:].decode("utf-8", "backslashreplace")
+            return text.encode()[:255].decode("utf-8", "ignore")
         case "timestamp":
             return datetime.datetime.fromtimestamp(0, datetime.UTC)
         case "table":

@@ -61,9 +61,15 @@ def read_properties(
         InvalidRequest: a header is not what the contract says.
     """
     if undecodable := headers.get(decoding.UNDECODABLE):
-        raise Malformed(f"a property cannot be decoded: {undecodable}", member=str(undecodable))
+        # A sender can set this header too, to anything.
+        named = ascii(str(undecodable)[:100])[1:-1]
+        raise Malformed(f"a property cannot be decoded: {named}", member=named)
     if letters.is_too_deep(headers):
         raise Malformed("the headers are nested too deep", member="headers")
+    for name, text in (("reply_to", reply_to), ("correlation_id", correlation_id)):
+        # PostgreSQL cannot keep it.
+        if text and "\0" in text:
+            raise Malformed(f"{name} must not contain a NUL character", member=name)
     if not message_id:
         identity = uuid.uuid4()
     else:

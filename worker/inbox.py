@@ -10,8 +10,8 @@ import collections
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final
 
 import aio_pika.abc
 import aio_pika.exceptions
@@ -99,19 +99,35 @@ class Inbox:
                 request = self._read(delivery)
                 new = self._new_job(request)
             except errors.VolumeWorkerError as error:
-                group.create_task(self._refuse(delivery, error))
+                self._apart(group, delivery, self._refuse(delivery, error))
             except Exception:
                 # Whatever it holds, it must not keep the others from being read.
                 log.exception("inbox.unreadable", address=delivery.address)
                 unreadable = envelope.Malformed("the message cannot be read")
-                group.create_task(self._refuse(delivery, unreadable))
+                self._apart(group, delivery, self._refuse(delivery, unreadable))
             else:
                 if new is None:
-                    group.create_task(self._answer_read(request))
+                    self._apart(group, delivery, self._answer_read(request))
                 else:
                     to_store.append((delivery, new))
         if to_store:
             await self._store_all(to_store, group)
+
+    def _apart(
+        self, group: asyncio.TaskGroup, delivery: Delivery, answering: Coroutine[Any, Any, None]
+    ) -> None:
+        """Answers one delivery in a task of its own, whose failure is that delivery's alone."""
+
+        async def guarded() -> None:
+            try:
+                await answering
+            except Exception:
+                log.exception("inbox.not_answered", address=delivery.address)
+                with contextlib.suppress(*link.AWAY):
+                    # The broker keeps it as a dead letter.
+                    await delivery.message.reject(requeue=False)
+
+        group.create_task(guarded())
 
     def _put_back(self, delivery: Delivery) -> None:
         """Deals with a delivery again in a while: broker or database are in trouble.
@@ -135,9 +151,16 @@ class Inbox:
             raise envelope.Malformed(
                 "reply_to must not name a queue of the installation", member="reply_to"
             )
-        properties = envelope.read_properties(
-            message.message_id, message.reply_to, message.correlation_id, message.headers or {}
-        )
+        try:
+            properties = envelope.read_properties(
+                message.message_id, message.reply_to, message.correlation_id, message.headers or {}
+            )
+        except envelope.Malformed:
+            raise
+        except errors.InvalidRequest:
+            # A body that cannot be read is worse, and is kept for it.
+            envelope.read_body(message.body, self._limit, delivery.address)
+            raise
         body = envelope.read_body(message.body, self._limit, delivery.address)
         return _Request(delivery, properties, body)
 
@@ -190,7 +213,7 @@ class Inbox:
         done = []
         for (delivery, _), stored in zip(batch, accepted, strict=True):
             if stored.verdict is jobs.Verdict.REUSED:
-                group.create_task(self._refuse(delivery, _reused()))
+                self._apart(group, delivery, self._refuse(delivery, _reused()))
                 continue
             done.append(delivery)
             if stored.outbox_id is not None:
@@ -217,7 +240,7 @@ class Inbox:
             if is_its_fault
             else errors.Internal("the request could not be stored; see the worker's log")
         )
-        group.create_task(self._refuse(delivery, refusal))
+        self._apart(group, delivery, self._refuse(delivery, refusal))
 
     # Answering
 

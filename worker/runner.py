@@ -140,6 +140,10 @@ class Runner:
             # up those that run.
             async with asyncio.timeout(timeout), self._filling:
                 pass
+        for running in list(self._running.values()):
+            if running.job.slot is jobs.Slot.WAITING:
+                # It may wait for longer than a drain lasts, and whoever takes it up waits on.
+                running.attempt.stop(attempt.Stop.DRAIN, running.task)
         tasks = [running.task for running in self._running.values()]
         if tasks:
             log.info("runner.draining", jobs=len(tasks), timeout=timeout)

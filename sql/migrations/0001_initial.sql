@@ -448,7 +448,13 @@ DECLARE
     candidate uuid;
     job jobs;
 BEGIN
+    -- First what a worker was lost with: it is the oldest, and others wait for what it holds.
     candidates := array(
+        (SELECT id FROM jobs
+        WHERE address = ANY (p_addresses) AND state = 'running' AND lease_until < now()
+            AND has_slot(slot, p_control, p_data)
+        ORDER BY seq LIMIT p_control + p_data + c_waiting)
+        UNION ALL
         (SELECT id FROM jobs
         WHERE slot = 'control' AND address = ANY (p_addresses) AND state = 'queued'
             AND run_at <= now() AND NOT must_wait(id, seq, parent_job)
@@ -462,12 +468,7 @@ BEGIN
         (SELECT id FROM jobs
         WHERE slot = 'waiting' AND address = ANY (p_addresses) AND state = 'queued'
             AND run_at <= now() AND NOT must_wait(id, seq, parent_job)
-        ORDER BY seq LIMIT c_waiting)
-        UNION ALL
-        (SELECT id FROM jobs
-        WHERE address = ANY (p_addresses) AND state = 'running' AND lease_until < now()
-            AND has_slot(slot, p_control, p_data)
-        LIMIT p_control + p_data + c_waiting));
+        ORDER BY seq LIMIT c_waiting));
     PERFORM lock_volumes(array(
         SELECT volume_id FROM job_locks WHERE job_id = ANY (candidates)));
     FOREACH candidate IN ARRAY candidates LOOP

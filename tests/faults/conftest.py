@@ -44,7 +44,8 @@ def _may_be_sampled(item: pytest.Item) -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Prints the table."""
+    """Prints the table, and the numbers of the soak."""
+    _print_numbers(terminalreporter)
     rows = [
         table.Row(**value)
         for reports in terminalreporter.stats.values()
@@ -63,3 +64,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         )
     for line in table.lines(rows):
         terminalreporter.write_line(line)
+
+
+def _print_numbers(terminalreporter: Any) -> None:
+    """Prints what tests have recorded as ``numbers``: lines of text."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "call":
+                for name, lines in report.user_properties:
+                    if name == "numbers":
+                        terminalreporter.section(report.nodeid.rpartition("::")[2])
+                        for line in lines:
+                            terminalreporter.write_line(line)

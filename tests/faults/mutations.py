@@ -275,6 +275,7 @@ def changes_message_id(_: Maker, dice: random.Random, message: Message) -> None:
             identity.urn.encode(),
             b"%d-" % message.index + b"x" * 240,
             b"%d-\0'; DROP TABLE jobs; --" % message.index,
+            b"%d-" % message.index + b"\xff" * 240,
         )
     )
     _set(message, "message_id", value)
@@ -302,7 +303,7 @@ def changes_reply_to(maker: Maker, dice: random.Random, message: Message) -> Non
 def changes_correlation_id(_: Maker, dice: random.Random, message: Message) -> None:
     """None, or one of any bytes; the number stays in it."""
     begins = b"%d-" % message.index
-    more = dice.choice((None, b"", b"\xff\xfe", b"\0", b"c" * 240, "é".encode(), dice.randbytes(20)))
+    more = dice.choice((None, b"", b"\xff\xfe", b"\xff" * 240, b"\0", b"c" * 240, "é".encode()))
     _set(message, "correlation_id", None if more is None else begins + more)
 
 
@@ -320,7 +321,7 @@ def changes_small_properties(_: Maker, dice: random.Random, message: Message) ->
                 moment = dice.choice((0, 2**31, 2**40, 2**63, 2**64 - 1))
                 message.properties[name] = struct.pack(">Q", moment)
             case _:
-                value = dice.choice((b"", b"text/plain", b"\xff", b"gzip", b"t" * 255, b"\0"))
+                value = dice.choice((b"", b"text/plain", b"\xff" * 255, b"gzip", b"t" * 255, b"\0"))
                 message.properties[name] = raw_amqp.short(value)
 
 

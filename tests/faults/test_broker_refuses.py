@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
+from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
 import aio_pika
@@ -23,6 +24,9 @@ from tests.services import (
     workers,
 )
 from tests.services.private import Site, ready
+
+ONLY_WITH_ALL: Final = pytest.mark.faults(sampled=False)
+"""A test that takes its time: it runs where all are asked for."""
 
 
 def errors_in(worker: workers.Worker, event: str) -> list[str]:
@@ -44,7 +48,10 @@ async def channel_to(url: str) -> AsyncIterator[aio_pika.abc.AbstractChannel]:
 
 @pytest.mark.parametrize(
     ("change", "hint"),
-    [("login", "broker_url's credentials"), ("vhost", "the end of broker_url")],
+    [
+        ("login", "broker_url's credentials"),
+        pytest.param("vhost", "the end of broker_url", marks=ONLY_WITH_ALL),
+    ],
 )
 async def test_a_broker_that_refuses_its_login_is_told_once_and_with_what_to_look_at(
     installation: environment.Installation, start_worker: workers.Starter, change: str, hint: str
@@ -101,6 +108,7 @@ async def test_a_queue_with_other_arguments_ends_a_live_worker_with_one_error_wh
     assert all(part in lines[-1] for part in (queue, argument, str(ours[argument]), str(theirs)))
 
 
+@ONLY_WITH_ALL
 async def test_a_queue_that_is_deleted_and_made_again_by_others_gets_its_consumer_back(
     installation: environment.Installation, start_worker: workers.Starter
 ) -> None:
@@ -111,16 +119,22 @@ async def test_a_queue_that_is_deleted_and_made_again_by_others_gets_its_consume
         amqp.Caller.open(installation.broker_url, installation.namespace) as caller,
     ):
         declared = topology.Topology(installation.namespace).queue_arguments()
-        for _ in range(3):
-            # So soon that the broker may not tell the consumer.
-            await channel.queue_delete(queue)
-            again = await channel.declare_queue(queue, durable=True, arguments=dict(declared))
-            await again.bind(installation.namespace, worker.at("sim"))
+        # So soon that the broker may not tell the consumer.
+        await channel.queue_delete(queue)
+        again = await channel.declare_queue(queue, durable=True, arguments=dict(declared))
+        await again.bind(installation.namespace, worker.at("sim"))
         new = {"volume": {"name": "v", "size_bytes": 1024**2}}
-        assert await caller.call("create_volume", worker.at("sim"), new, timeout=40)
+        assert await caller.call("create_volume", worker.at("sim"), new, timeout=60)
 
 
-@pytest.mark.parametrize("name", ["", ".events", ".dead"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("", marks=ONLY_WITH_ALL),
+        ".events",
+        pytest.param(".dead", marks=ONLY_WITH_ALL),
+    ],
+)
 async def test_an_exchange_that_is_removed_under_a_worker_is_made_again_and_no_answer_is_lost(
     installation: environment.Installation, start_worker: workers.Starter, name: str
 ) -> None:
@@ -174,7 +188,7 @@ async def test_a_link_on_which_nothing_moves_is_noticed_by_its_heartbeat(
 
 @pytest.mark.parametrize(
     ("limit", "seconds"),
-    [(1, 11), pytest.param(3, 31, marks=pytest.mark.faults(sampled=False))],
+    [(1, 11), pytest.param(3, 31, marks=ONLY_WITH_ALL)],
 )
 async def test_a_job_ten_times_longer_than_the_brokers_patience_runs_once(
     node: private_broker.PrivateBroker, on_node: Site, limit: float, seconds: int

@@ -131,10 +131,13 @@ async def _contradictions(store: database.Database, address: str) -> AsyncIterat
         what = f"the volume is {volume.status}, and {reason}: it belongs to {volume.belongs}"
         yield new(kind, address, volume.id, what, volume.id)
     for left in await connections.leftovers(store, address):
-        what = (
-            f"no job ends connection {left.connection_id} of volume {left.volume_id}, or its export"
-        )
-        yield new(FindingKind.LEFT_CONNECTION, address, left.connection_id, what, left.volume_id)
+        what = f"no job ends the export of volume {left.volume_id}, which nobody needs"
+        if left.connection_id is not None:
+            what = (
+                f"no job ends connection {left.connection_id} of volume {left.volume_id}, or its"
+                " export"
+            )
+        yield new(FindingKind.LEFT_CONNECTION, address, left.subject, what, left.volume_id)
     for job in await records.abandoned(store, address, seconds=ABANDONED_AFTER):
         what = (
             f"the lease of this {job.method} ran out at {job.lease_until}, and no worker takes it"

@@ -158,7 +158,7 @@ class Reconciler:
         left = [
             one
             for one in await connections.leftovers(self._store, address)
-            if str(one.connection_id) in ids
+            if str(one.subject) in ids
         ]
         if left:
             await self._accept([leftovers.ending(address, one) for one in left])

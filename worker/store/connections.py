@@ -171,6 +171,11 @@ class Leftover:
     connection_id: uuid.UUID | None
     """None for an export that never had one."""
 
+    @property
+    def subject(self) -> uuid.UUID:
+        """What is to be ended: the connection, or the volume's export."""
+        return self.connection_id or self.volume_id
+
 
 async def leftovers(store: database.Database, address: str) -> list[Leftover]:
     """What jobs that have ended left of connections at an address."""

@@ -1,0 +1,451 @@
+"""Whatever is done to jobs, in whatever order and by however many workers, they stay in order."""
+
+import dataclasses
+import hashlib
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import stateful
+
+from messages import errors
+from messages.resources import JobState, Progress
+from tests.integration import machine_bench, machine_job_rows, machine_jobs, store_bench
+from tests.integration.machine_bench import pick
+from tests.integration.store_bench import ELSEWHERE, HERE
+from tests.services import environment
+from worker.store import database, jobs, outbox, replays
+from worker.store.jobs import LockMode, Slot, Verdict
+
+LEASE = 3600.0
+LIMITS = {Slot.CONTROL: 2, Slot.DATA: 1}
+"""Each worker's slots."""
+VOLUMES = 3
+"""How many volumes there are to need; only the first of them exists."""
+
+numbers = st.integers(0, 11)
+needs = st.lists(
+    st.tuples(
+        st.integers(0, VOLUMES - 1),
+        st.sampled_from(LockMode),
+        # Seldom what the records contradict.
+        st.sampled_from([True, True, True, True, True, True, False]),
+    ),
+    max_size=2,
+    unique_by=lambda need: need[0],
+)
+requests = st.fixed_dictionaries(
+    {
+        "needs": needs,
+        "slot": st.sampled_from([Slot.CONTROL, Slot.CONTROL, Slot.DATA, Slot.WAITING]),
+        "parent": st.none() | numbers,
+        "method": st.sampled_from(["m", "initialize_connection", "terminate_connection"]),
+    }
+)
+ENDS: dict[JobState, errors.VolumeWorkerError | None] = {
+    JobState.SUCCEEDED: None,
+    JobState.FAILED: errors.InvalidRequest("no"),
+    JobState.CANCELLED: errors.Cancelled("enough"),
+    JobState.DEAD: errors.TargetError("away"),
+}
+
+
+@dataclasses.dataclass
+class Worker:
+    """A process: what it holds, and what it once held and might still write to."""
+
+    address: str
+    owner: uuid.UUID = dataclasses.field(default_factory=uuid.uuid4)
+    held: dict[uuid.UUID, jobs.Job] = dataclasses.field(default_factory=dict)
+    lost: list[jobs.Job] = dataclasses.field(default_factory=list)
+
+    def free(self) -> dict[Slot, int]:
+        """Its free slots, as a runner counts them."""
+        taken = [job.slot for job in self.held.values() if job.refusal is None]
+        return {slot: most - taken.count(slot) for slot, most in LIMITS.items()}
+
+    def start(self, job: jobs.Job) -> None:
+        """It has got a job."""
+        self.drop(job.id)
+        self.held[job.id] = job
+
+    def drop(self, job_id: uuid.UUID) -> None:
+        """It has no job of that id any more."""
+        if (old := self.held.pop(job_id, None)) is not None:
+            self.lost.append(old)
+
+
+class JobMachine(stateful.RuleBasedStateMachine):
+    """Three workers, two of them at one address."""
+
+    def __init__(self, ground: machine_bench.Ground) -> None:
+        super().__init__()
+        ground.clear()
+        self.ground = ground
+        self.store = ground.store
+        self.volumes = [uuid.uuid4() for _ in range(VOLUMES)]
+        ground.execute(
+            "INSERT INTO volumes (id, name, address, size_bytes, status, created_by)"
+            " VALUES ($1, 'v', $2, 1, 'available', $1)",
+            self.volumes[0],
+            HERE,
+        )
+        self.model = machine_jobs.Model(self.volumes[:1])
+        self.workers = [Worker(HERE), Worker(HERE), Worker(ELSEWHERE)]
+        self.told: dict[int, tuple[uuid.UUID, bool]] = {}
+        self.rows = machine_job_rows.read(ground)
+
+    # What there is to choose from
+
+    def holders(self) -> list[tuple[Worker, jobs.Job]]:
+        """Workers with what is theirs by the fencing token."""
+        return [
+            (worker, job)
+            for worker in self.workers
+            for job in worker.held.values()
+            if self.rows.by_id[str(job.id)]["lease_token"] == job.lease_token
+        ]
+
+    def losers(self) -> list[jobs.Job]:
+        """What workers held and have lost, knowing it or not."""
+        current = {(row["id"], row["lease_token"], row["state"]) for row in self.rows.jobs}
+        return [
+            job
+            for worker in self.workers
+            for job in [*worker.lost, *worker.held.values()]
+            if (str(job.id), job.lease_token, "running") not in current
+        ]
+
+    # Acceptance
+
+    @stateful.rule(which=numbers, batch=st.lists(requests, min_size=1, max_size=3))
+    def accept(self, which: int, batch: Sequence[dict[str, Any]]) -> None:
+        worker = pick(self.workers, which)
+        expected = [self._job(worker.address, **one) for one in batch]
+        accepted = self.ground.run(self._accept(worker, [_request(job) for job in expected]))
+        free = worker.free()
+        for stored, job in zip(accepted, expected, strict=True):
+            self.model.accept(job, worker.owner, free)
+            assert stored.verdict == str(job.state), (stored, job)
+            assert stored.outbox_id is None
+            if stored.verdict is Verdict.RUNNING:
+                worker.start(stored.job)
+
+    def _job(
+        self,
+        address: str,
+        needs: Sequence[tuple[int, LockMode, bool]],
+        slot: Slot,
+        parent: int | None,
+        method: str,
+    ) -> machine_jobs.Job:
+        there = self.model.in_order()
+        return machine_jobs.Job(
+            id=uuid.uuid4(),
+            order=self.model.next_order(),
+            address=address,
+            method=method,
+            slot=slot,
+            own_slot=slot,
+            needs=[
+                machine_jobs.Need(self.volumes[one], mode, known=(one == 0) == is_sound)
+                for one, mode, is_sound in needs
+            ],
+            parent=pick(there, -parent).id if there and parent is not None else None,
+        )
+
+    async def _accept(
+        self, worker: Worker, new: Sequence[jobs.NewJob]
+    ) -> Sequence[jobs.Accepted]:
+        return await jobs.accept(
+            self.store, new, owner=worker.owner, lease=LEASE, free=worker.free()
+        )
+
+    @stateful.precondition(lambda self: self.model.jobs)
+    @stateful.rule(which=numbers, worker=numbers, is_same=st.booleans())
+    def repeat(self, which: int, worker: int, is_same: bool) -> None:
+        job = pick(self.model.in_order(), which)
+        request = _request(job, reply_to=f"q{which}")
+        if not is_same:
+            request = dataclasses.replace(request, fingerprint=b"another")
+        (stored,) = self.ground.run(self._accept(pick(self.workers, worker), [request]))
+        assert stored.job.id == job.id
+        if not is_same:
+            assert stored.verdict is Verdict.REUSED
+        elif not job.has_ended:
+            assert stored.verdict is Verdict.REPEATED
+        else:
+            assert stored.verdict is Verdict.FINISHED
+            assert stored.outbox_id is not None
+            self.told[stored.outbox_id] = job.id, True
+        if is_same:
+            assert stored.job.reply_to == request.reply_to
+
+    # Turns
+
+    @stateful.rule(which=numbers)
+    def claim(self, which: int) -> None:
+        worker = pick(self.workers, which)
+        addresses = [worker.address]
+        while True:
+            free = worker.free()
+            claimed = self.ground.run(self._claim(worker))
+            for one in claimed:
+                self._check_turn(one, addresses, free)
+                self._start(worker, one, free)
+            if not claimed:
+                break
+        left = [
+            job
+            for job in self.model.unfinished()
+            if self.model.can_claim(job, addresses, worker.free())
+        ]
+        assert not left, "they might have been claimed"
+
+    def _check_turn(self, one: jobs.Job, addresses: Sequence[str], free: dict[Slot, int]) -> None:
+        job = self.model.jobs[one.id]
+        if job.state is JobState.QUEUED:
+            first = next(
+                other
+                for other in self.model.where(JobState.QUEUED)
+                if other.slot == job.slot and self.model.can_claim(other, addresses, free)
+            )
+            assert first is job, "an older one's turn has come too"
+
+    def _start(self, worker: Worker, one: jobs.Job, free: dict[Slot, int]) -> None:
+        job = self.model.jobs[one.id]
+        assert self.model.can_claim(job, [worker.address], free), (one, job)
+        self.model.claim(job, worker.owner, free)
+        worker.start(one)
+
+    async def _claim(self, worker: Worker) -> list[jobs.Job]:
+        return await jobs.claim(
+            self.store,
+            owner=worker.owner,
+            lease=LEASE,
+            free=worker.free(),
+            addresses=[worker.address],
+        )
+
+    @stateful.rule(which=numbers, other=numbers)
+    def claim_at_the_same_time(self, which: int, other: int) -> None:
+        one, two = pick(self.workers, which), pick(self.workers, other)
+        if one is two:
+            return
+        free = {one.owner: one.free(), two.owner: two.free()}
+        mine, its = self.ground.both(self._claim(one), self._claim(two))
+        both = [(one, job) for job in mine] + [(two, job) for job in its]
+        for worker, job in sorted(both, key=lambda pair: pair[1].lease_token):
+            self._start(worker, job, free[worker.owner])
+
+    # Leases
+
+    @stateful.precondition(lambda self: self.model.where(JobState.RUNNING))
+    @stateful.rule(which=numbers)
+    def let_a_lease_run_out(self, which: int) -> None:
+        job = pick(self.model.where(JobState.RUNNING), which)
+        self.ground.execute(
+            "UPDATE jobs SET lease_until = now() - interval '1 second' WHERE id = $1", job.id
+        )
+        job.is_expired = True
+
+    @stateful.rule(which=numbers)
+    def renew(self, which: int) -> None:
+        worker = pick(self.workers, which)
+        held = [job for holder, job in self.holders() if holder is worker]
+        asked = [*worker.held.values(), *worker.lost]
+        kept = self.ground.run(jobs.renew(self.store, asked, lease=LEASE))
+        assert kept == {job.id for job in held}
+        for job in held:
+            self.model.jobs[job.id].is_expired = False
+        for job in list(worker.held.values()):
+            if job not in held:
+                worker.drop(job.id)
+
+    # What its worker does with a job
+
+    @stateful.precondition(lambda self: self.holders())
+    @stateful.rule(which=numbers, state=st.sampled_from(list(ENDS)))
+    def finish(self, which: int, state: JobState) -> None:
+        worker, job = pick(self.holders(), which)
+        ended = self.ground.run(jobs.finish(self.store, _ending(job, state)))
+        self.model.finish(self.model.jobs[job.id], state)
+        self.told[ended.outbox_id] = job.id, False
+        worker.drop(job.id)
+        queued = [one for one in self.model.where(JobState.QUEUED) if one.address == worker.address]
+        assert ended.is_more == bool(queued)
+
+    @stateful.precondition(lambda self: self.holders())
+    @stateful.rule(which=numbers, is_due=st.booleans(), counts=st.booleans())
+    def requeue(self, which: int, is_due: bool, counts: bool) -> None:
+        worker, job = pick(self.holders(), which)
+        error = errors.TargetError("away") if counts else None
+        delay = 0 if is_due else LEASE
+        self.ground.run(jobs.requeue(self.store, job, delay=delay, error=error, counts=counts))
+        self.model.requeue(self.model.jobs[job.id], is_due=is_due, counts=counts)
+        worker.drop(job.id)
+
+    @stateful.precondition(lambda self: self.holders())
+    @stateful.rule(which=numbers)
+    def tell_progress(self, which: int) -> None:
+        _, job = pick(self.holders(), which)
+        self.ground.run(jobs.set_progress(self.store, job, _progress()))
+        self.ground.run(jobs.set_children(self.store, job, [{"pid": 1, "started": 1}]))
+
+    @stateful.precondition(lambda self: self.losers())
+    @stateful.rule(which=numbers, state=st.sampled_from(list(ENDS)))
+    def write_too_late(self, which: int, state: JobState) -> None:
+        job = pick(self.losers(), which)
+        for write in (
+            jobs.finish(self.store, _ending(job, state)),
+            jobs.requeue(self.store, job, delay=0, error=ENDS[state], counts=True),
+            jobs.set_progress(self.store, job, _progress()),
+            jobs.set_children(self.store, job, [{"pid": 1, "started": 1}]),
+        ):
+            with pytest.raises(database.LeaseLost):
+                self.ground.run(write)
+        assert self.ground.run(jobs.renew(self.store, [job], lease=LEASE)) == set()
+        assert machine_job_rows.read(self.ground) == self.rows
+
+    # What others do with it
+
+    @stateful.precondition(lambda self: self.model.jobs)
+    @stateful.rule(which=numbers, canceller=numbers)
+    def cancel(self, which: int, canceller: int) -> None:
+        job, worker = pick(self.model.in_order(), which), pick(self.workers, canceller)
+        mine = self.ground.run(
+            jobs.cancel(
+                self.store,
+                job.id,
+                owner=worker.owner,
+                lease=LEASE,
+                cleanups=machine_jobs.CLEANUPS,
+            )
+        )
+        expected = self.model.cancel(job, worker.owner)
+        assert {one.id for one in mine} == {one.id for one in expected}
+        for one in mine:
+            worker.start(one)
+        assert self.ground.run(jobs.to_cancel(self.store, worker.owner)) == {
+            one.id
+            for one in self.model.where(JobState.RUNNING)
+            if one.is_cancelled and one.owner == worker.owner
+        }
+
+    @stateful.precondition(lambda self: self.model.where(JobState.QUEUED))
+    @stateful.rule(which=numbers)
+    def let_its_time_come(self, which: int) -> None:
+        job = pick(self.model.where(JobState.QUEUED), which)
+        self.ground.execute("UPDATE jobs SET run_at = least(run_at, now()) WHERE id = $1", job.id)
+        job.is_due = True
+
+    @stateful.precondition(lambda self: any(job.has_ended for job in self.model.jobs.values()))
+    @stateful.rule(which=numbers, dry_run=st.booleans(), is_newest=st.booleans())
+    def replay(self, which: int, dry_run: bool, is_newest: bool) -> None:
+        ended = [job for job in self.model.in_order() if job.has_ended]
+        job = pick(ended, which)
+        ending = job.endings if is_newest else job.endings - 1
+        revival = self.ground.run(
+            replays.revive(
+                self.store,
+                self.ground.run(jobs.get(self.store, job.id)),
+                ending=ending,
+                body=None,
+                slot=job.own_slot,
+                needs=_needs(job),
+                dry_run=dry_run,
+            )
+        )
+        assert str(revival.outcome) == self.model.revival(job, ending)
+        if revival.outcome is replays.Outcome.REVIVED and not dry_run:
+            self.model.revive(job)
+
+    @stateful.rule(worker=numbers, limit=st.integers(1, 3))
+    def publish(self, worker: int, limit: int) -> None:
+        addresses = [pick(self.workers, worker).address]
+        entries = self.ground.run(
+            outbox.adopt(self.store, addresses=addresses, older_than=0, limit=limit)
+        )
+        here = [
+            outbox_id
+            for outbox_id, (job_id, _) in sorted(self.told.items())
+            if self.model.jobs[job_id].address in addresses
+        ]
+        assert [entry.id for entry in entries] == here[:limit]
+        for entry in entries:
+            assert entry.job is not None
+            assert (entry.job.id, entry.reply_only) == self.told.pop(entry.id)
+        ids = [entry.id for entry in entries]
+        # Who has taken them over is left alone with them for a while.
+        again = outbox.adopt(self.store, addresses=addresses, older_than=LEASE, limit=100)
+        assert self.ground.run(again) == []
+        self.ground.run(outbox.delete(self.store, ids))
+
+    @stateful.rule(limit=st.integers(1, 3))
+    def prune(self, limit: int) -> None:
+        untold = {job_id for job_id, _ in self.told.values()}
+        ended = sorted(
+            (job for job in self.model.jobs.values() if job.has_ended and job.id not in untold),
+            key=lambda job: job.ended_at,
+        )[:limit]
+        assert self.ground.run(jobs.prune(self.store, retention=0, limit=limit)) == len(ended)
+        for job in ended:
+            del self.model.jobs[job.id]
+            for worker in self.workers:
+                worker.held.pop(job.id, None)
+
+    # What is always so
+
+    @stateful.invariant()
+    def rows_are_as_they_should_be(self) -> None:
+        before, self.rows = self.rows, machine_job_rows.read(self.ground)
+        machine_job_rows.check_alone(self.rows, LIMITS)
+        machine_job_rows.check_step(before, self.rows)
+        machine_job_rows.check_model(self.rows, self.model, self.told)
+
+    @stateful.invariant()
+    def somebody_can_go_on(self) -> None:
+        unfinished = self.model.unfinished()
+        assert not unfinished or any(
+            job.state is JobState.RUNNING or not self.model.must_wait(job) for job in unfinished
+        )
+
+
+def _needs(job: machine_jobs.Job) -> list[jobs.Need]:
+    return [
+        jobs.Need(need.volume_id, need.mode, known=need.known, at_home=False) for need in job.needs
+    ]
+
+
+def _request(job: machine_jobs.Job, **changed: Any) -> jobs.NewJob:
+    return store_bench.job(
+        *_needs(job),
+        id=job.id,
+        method=job.method,
+        address=job.address,
+        slot=job.own_slot,
+        parent_job=job.parent,
+        fingerprint=hashlib.sha256(job.id.bytes).digest(),
+        **changed,
+    )
+
+
+def _ending(job: jobs.Job, state: JobState) -> jobs.Ending:
+    error = ENDS[state]
+    return jobs.Ending(job, state, result={} if error is None else None, error=error)
+
+
+def _progress() -> Progress:
+    return Progress(done_bytes=1, total_bytes=2, bytes_per_second=3)
+
+
+@pytest.mark.timeout(machine_bench.TIMEOUT)
+def test_jobs_keep_their_order_their_owner_and_their_volumes(
+    installation: environment.Installation,
+) -> None:
+    with machine_bench.opened(installation) as ground:
+        stateful.run_state_machine_as_test(
+            lambda: JobMachine(ground), settings=machine_bench.settings(examples=60, steps=40)
+        )
