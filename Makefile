@@ -56,6 +56,11 @@ test: venv ## run the tests likewise; ARGS="-k text tests/unit" go to pytest
 faults: venv ## kill a worker at each crash point of each method, and print the table; takes 20 minutes
 	@exec $(SERVICES) run -- $(BIN)/python -m pytest -n 2 -m faults tests/faults $(ARGS)
 
+.PHONY: soak
+soak: venv ## mixed load while one thing after the other fails, for SECONDS=1800; SOAK_SEED=… makes another
+	@SOAK_SECONDS=$(or $(SECONDS),1800) exec $(SERVICES) run -- \
+		$(BIN)/python -m pytest tests/faults/test_soak.py $(ARGS)
+
 .PHONY: venv-bench
 venv-bench: packages
 	@$(PYTHON) tools/venv.py --bench

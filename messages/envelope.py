@@ -6,6 +6,7 @@ it names a reply queue: :func:`read_properties` finds who asks, :func:`read_body
 
 import dataclasses
 import datetime
+import difflib
 import hashlib
 import json
 import math
@@ -111,9 +112,14 @@ def read_body(body: bytes, limit: int, address: str) -> Body:
     _check_version(data["version"])
     method = requests.METHODS.get(data["method"])
     if method is None:
-        raise errors.UnknownMethod(f"there is no method {data['method'][:100]!r}")
+        raise errors.UnknownMethod(_unknown(data["method"]))
     args = requests.parse_args(method, data["args"])
     return Body(method, args, _fingerprint(method.name, address, data["args"]))
+
+
+def _unknown(name: str) -> str:
+    alike = difflib.get_close_matches(name[:100], requests.METHODS, n=1)
+    return f"there is no method {name[:100]!r}" + (f"; did you mean {alike[0]}?" if alike else "")
 
 
 def parse_json(body: bytes) -> Any:

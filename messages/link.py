@@ -62,6 +62,10 @@ class Refused(errors.Unreachable):
     """The broker has refused this message for now: a queue that it is for has no room."""
 
 
+class Unpublishable(errors.VolumeWorkerError):
+    """The message cannot be sent, however often it is tried."""
+
+
 class NoExchange(Unroutable):
     """There is no exchange of that name."""
 
@@ -201,6 +205,7 @@ class Publisher:
         self._renewing = asyncio.Lock()
         self._unconfirmed: dict[object, float] = {}
         """When what is on its way was sent, the oldest first."""
+        self._confirmed_at = 0.0
         self.link = Link(url, name, self._set_up)
 
     @property
@@ -208,7 +213,7 @@ class Publisher:
         """Whether it is connected, and messages get through."""
         oldest = next(iter(self._unconfirmed.values()), None)
         now = asyncio.get_running_loop().time()
-        is_stuck = oldest is not None and now - oldest > STUCK_AFTER
+        is_stuck = oldest is not None and now - max(oldest, self._confirmed_at) > STUCK_AFTER
         return self.link.is_up and not is_stuck and not self._is_blocked()
 
     def _is_blocked(self) -> bool:
@@ -279,10 +284,30 @@ class Publisher:
                 )
                 for one in messages
             ]
-            await asyncio.wait(confirms, timeout=timeout)
+            is_answering = await self._wait(confirms, timeout)
         finally:
             del self._unconfirmed[ticket]
-        return [_outcome(confirm, one) for confirm, one in zip(confirms, messages, strict=True)]
+        return [
+            _outcome(confirm, one, is_answering=is_answering)
+            for confirm, one in zip(confirms, messages, strict=True)
+        ]
+
+    async def _wait(self, confirms: Sequence[wire.Confirm], timeout: float) -> bool:
+        """Waits for confirms; whether the broker has given any of them.
+
+        Those that are late although others have come are not waited for any longer: their queue is
+        in trouble, and not the broker.
+        """
+        done, late = await asyncio.wait(confirms, timeout=min(STUCK_AFTER, timeout))
+        if late and not done:
+            done, _ = await asyncio.wait(
+                confirms,
+                timeout=max(timeout - STUCK_AFTER, 0),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        if done:
+            self._confirmed_at = asyncio.get_running_loop().time()
+        return bool(done)
 
     async def _renew_channel(self, channel: aio_pika.abc.AbstractChannel) -> None:
         # The broker closes a channel on a publish to an exchange that is not there.
@@ -297,16 +322,22 @@ def _away(messages: Sequence[Outgoing], why: str) -> list[errors.VolumeWorkerErr
     return [errors.Unreachable(why) for _ in messages]
 
 
-def _outcome(confirm: wire.Confirm, message: Outgoing) -> errors.VolumeWorkerError | None:
+def _outcome(
+    confirm: wire.Confirm, message: Outgoing, *, is_answering: bool
+) -> errors.VolumeWorkerError | None:
     """The error that a message met, if it met one."""
     if not confirm.done():
         confirm.cancel()
+        if is_answering:
+            return Refused("the broker confirms others and not this message")
         return errors.Unreachable("the broker did not confirm in time")
     match confirm.exception():
         case None:
             return None
         case aio_pika.exceptions.PublishError():
             return Unroutable(f"no queue is bound for {message.routing_key!r}")
+        case wire.Unencodable() as error:
+            return Unpublishable(str(error))
         case aio_pika.exceptions.DeliveryError():
             # A nack (a full queue, a broker in trouble) carries no return of the message.
             return Refused("the broker refused the message for now")

@@ -27,6 +27,10 @@ Confirm = asyncio.Future[object]
 GONE: Final = "the channel was closed before the broker confirmed"
 
 
+class Unencodable(Exception):
+    """A message that AMQP has no form for."""
+
+
 class Wire:
     """The publishing side of a channel with publisher confirms and ``on_return_raises``."""
 
@@ -49,7 +53,8 @@ class Wire:
         """Sends a message at the end of this turn; the future ends with the broker's confirm.
 
         Its errors are ``PublishError`` for a mandatory message that no queue is bound for,
-        ``DeliveryError`` for one that the broker refused, and what has closed the channel.
+        ``DeliveryError`` for one that the broker refused, :class:`Unencodable`, and what has closed
+        the channel.
 
         Raises:
             ChannelInvalidStateError: the channel is closed.
@@ -60,9 +65,13 @@ class Wire:
         if mandatory and not message.message_id:
             # By which aiormq knows what was returned.
             message.message_id = str(uuid.uuid4())
-        # First what can fail: a delivery tag once counted must go out.
-        data = self._encode(message, exchange, routing_key, mandatory=mandatory)
         confirm: Confirm = asyncio.get_running_loop().create_future()
+        try:
+            # First what can fail: a delivery tag once counted must go out.
+            data = self._encode(message, exchange, routing_key, mandatory=mandatory)
+        except Exception as error:
+            confirm.set_exception(Unencodable(f"{type(error).__name__}: {error}"))
+            return confirm
         channel.delivery_tag += 1
         tag = channel.delivery_tag
         channel.confirmations[tag] = confirm

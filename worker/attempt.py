@@ -16,7 +16,7 @@ import structlog
 
 from messages import client, errors, requests, resources
 from messages.resources import JobState
-from worker import backend, operations, outbox, process, retry
+from worker import backend, children, operations, outbox, process, retry
 from worker.connectors import registry
 from worker.operations import base
 from worker.store import database, jobs
@@ -61,11 +61,13 @@ class Attempt:
         self.job = job
         self.is_ending = False
         """Its end is being stored and told, which nothing may cut short."""
+        self.is_stored = True
+        """Whether its end could be stored, or was another worker's to store."""
         self.leaves_more = True
         """Whether jobs may wait for their turn when it has ended."""
         self._parts = parts
         self._stopped: Stop | None = None
-        self._children: list[Mapping[str, int]] = []
+        self._children: list[Mapping[str, Any]] = []
         self._undoing = False
         self._has_begun = False
 
@@ -198,7 +200,9 @@ class Attempt:
 
     async def _end_recorded_children(self) -> None:
         """Ends what the worker that had the job before has left running: it works for nobody."""
-        for child in self.job.children:
+        # Ticks since another boot name nothing.
+        here = [child for child in self.job.children if child["boot"] == children.boot_id()]
+        for child in here:
             if await process.end_recorded(child["pid"], child["started"]):
                 log.warning("job.child_ended", pid=child["pid"])
 
@@ -226,7 +230,7 @@ class Attempt:
     async def _keep_child(self, pid: int) -> None:
         started = process.start_time(pid)
         if started is not None:
-            self._children.append({"pid": pid, "started": started})
+            self._children.append({"pid": pid, "started": started, "boot": children.boot_id()})
             await jobs.set_children(self._parts.store, self.job, self._children)
 
     # The end
@@ -238,6 +242,7 @@ class Attempt:
             log.warning("job.lease_lost", statement=str(error))
         except Exception:
             # The lease runs out, and the job is taken up again.
+            self.is_stored = False
             log.exception("job.end_not_stored")
 
     async def _give_up(self, statement: str) -> None:

@@ -6,6 +6,7 @@ that reaps it. In a container without an init of its own, PID 1 is the worker.
 
 import asyncio
 import contextlib
+import functools
 import os
 import pathlib
 import signal
@@ -14,6 +15,7 @@ from typing import Final
 
 REAP_INTERVAL: Final = 1.0
 """Seconds between two looks for orphans that have ended."""
+_BOOT_ID: Final = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 class Children:
@@ -93,3 +95,9 @@ def _zombies() -> list[int]:
         if fields and fields[0] == b"Z" and int(fields[1]) == os.getpid():
             found.append(int(folder.name))
     return found
+
+
+@functools.cache
+def boot_id() -> str:
+    """Tells one boot of this machine from another, random(4)."""
+    return _BOOT_ID.read_text().strip()

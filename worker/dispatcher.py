@@ -180,19 +180,29 @@ class Dispatcher:
 
     async def _publish(self, batch: Sequence[Item]) -> list[Item]:
         """Publishes all at once; returns what has to be tried again."""
-        if not batch:
+        made = [(item, message) for item in batch if (message := self._make(item)) is not None]
+        if not made:
             return []
         outcomes = await self._broker.publish_all(
             [
-                link.Outgoing(item.make(), item.exchange, item.routing_key, item.mandatory)
-                for item in batch
+                link.Outgoing(message, item.exchange, item.routing_key, item.mandatory)
+                for item, message in made
             ]
         )
         return [
             item
-            for item, error in zip(batch, outcomes, strict=True)
+            for (item, _), error in zip(made, outcomes, strict=True)
             if not self._is_dealt_with(item, error)
         ]
+
+    def _make(self, item: Item) -> aio_pika.Message | None:
+        try:
+            return item.make()
+        except Exception:
+            # One that cannot be made must not keep the others from being sent, nor come again.
+            log.exception("outbox.unpublishable", job_id=str(item.job_id))
+            self._done(item)
+            return None
 
     def _is_dealt_with(self, item: Item, error: errors.VolumeWorkerError | None) -> bool:
         """Whether an item need not go with the next batch again."""
@@ -202,6 +212,9 @@ class Dispatcher:
                 self._done(item)
             case link.Refused():
                 self._set_apart(item)
+            case link.Unpublishable():
+                log.error("outbox.unpublishable", job_id=str(item.job_id), error=error.message)
+                self._done(item)
             case link.Unroutable() if not item.exchange:
                 self._nowhere(item)
             case link.Unroutable() if item.exchange not in self._missing:

@@ -186,7 +186,7 @@ class Inbox:
             body=request.delivery.message.body,
             properties=letters.keep_properties(request.delivery.message),
             fingerprint=request.body.fingerprint,
-            deadline=None if method.despite_deadline else properties.deadline,
+            deadline=properties.deadline,
             reply_to=properties.reply_to,
             correlation_id=properties.correlation_id,
             status_updates=properties.status_updates,
@@ -252,6 +252,9 @@ class Inbox:
                     method.name, request.delivery.address, request.body.args
                 )
                 body = replies.result(properties.message_id, method.name, result)
+            except errors.Unreachable:
+                self._put_back(request.delivery)
+                return
             except errors.VolumeWorkerError as error:
                 body = replies.failure(properties.message_id, method.name, error)
             except Exception:

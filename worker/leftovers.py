@@ -54,6 +54,7 @@ class Sweeper:
         if due:
             log.warning("leftovers.found", address=self._address, count=len(due))
             await self._accept([ending(self._address, leftover) for leftover in due])
+            self._note_tries(due)
 
     def _due(self, found: Sequence[connections.Leftover]) -> list[connections.Leftover]:
         now = self._clock()
@@ -63,14 +64,14 @@ class Sweeper:
             for leftover, (times, until) in self._tried.items()
             if now < until + LONGEST_PAUSE
         }
-        due = []
-        for leftover in found:
-            times, until = self._tried.get(leftover, (0, now))
-            if now >= until:
-                due.append(leftover)
-                pause = min(FIRST_PAUSE * 2**times, LONGEST_PAUSE)
-                self._tried[leftover] = (times + 1, now + pause)
-        return due
+        return [leftover for leftover in found if now >= self._tried.get(leftover, (0, now))[1]]
+
+    def _note_tries(self, tried: Sequence[connections.Leftover]) -> None:
+        now = self._clock()
+        for leftover in tried:
+            times, _ = self._tried.get(leftover, (0, now))
+            pause = min(FIRST_PAUSE * 2**times, LONGEST_PAUSE)
+            self._tried[leftover] = (times + 1, now + pause)
 
 
 def ending(address: str, leftover: connections.Leftover) -> jobs.NewJob:

@@ -195,12 +195,14 @@ class Outbox:
             await asyncio.sleep(SWEEP_INTERVAL)
 
     async def _adopt(self) -> None:
-        if self._dispatcher.is_full:
-            return
-        for entry in await outbox_store.adopt(
-            self._store, addresses=self._addresses, older_than=SWEEP_AGE, limit=SWEEP_BATCH
-        ):
-            await self.tell(entry)
+        count = SWEEP_BATCH
+        while count == SWEEP_BATCH and not self._dispatcher.is_full:
+            entries = await outbox_store.adopt(
+                self._store, addresses=self._addresses, older_than=SWEEP_AGE, limit=SWEEP_BATCH
+            )
+            count = len(entries)
+            for entry in entries:
+                await self.tell(entry)
 
     # Making messages
 

@@ -326,22 +326,28 @@ def find_program(name: str) -> pathlib.Path | None:
 def start_time(pid: int) -> int | None:
     """When a process started, in clock ticks since boot, or None if there is none.
 
-    With the pid it names a process for good: pids come again, proc_pid_stat(5) field 22 does not.
+    With the pid and the boot it names a process for good: pids come again, field 22 of
+    proc_pid_stat(5) does not.
     """
     fields = children.stat(pid)
     return None if fields is None or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 async def end_recorded(pid: int, started: int, *, grace: float = GRACE) -> bool:
-    """Ends a process that an earlier worker started, if it is still the same one.
+    """Ends a process that an earlier worker started in this boot, if it is still the same one.
 
-    Returns whether there was one to end.
+    With its group, where it leads one. Returns whether there was one to end.
     """
     if start_time(pid) != started:
         return False
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+        try:
+            (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, number)
+        except ProcessLookupError:
+            pass
+        except PermissionError:
+            log.warning("process.may_not_be_ended", pid=pid)
+            return False
         deadline = asyncio.get_running_loop().time() + grace
         while asyncio.get_running_loop().time() < deadline:
             if start_time(pid) != started:

@@ -15,7 +15,7 @@ import structlog
 
 from messages import client, errors, requests
 from messages.resources import JobState
-from worker import attempt, backend, cancellation, outbox
+from worker import attempt, backend, cancellation, outbox, process
 from worker.connectors import registry
 from worker.store import database, jobs
 
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 POLL_INTERVAL: Final = 1.0
 """Seconds between looks for jobs whose turn has come without this worker being told."""
 WATCH_INTERVAL: Final = 0.5
-"""Seconds between looks at the leases; one that has less than that left counts as ended."""
+"""Seconds between looks at the leases."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,6 +64,8 @@ class Runner:
         self._owner = owner
         self._slots = slots
         self._lease = lease
+        # What works for a job is given its grace before another worker may have it.
+        self._margin = min(process.GRACE + 2 * WATCH_INTERVAL, lease / 4)
         self._parts = attempt.Parts(
             store=store,
             outbox=outbox,
@@ -77,6 +79,8 @@ class Runner:
             on_ending=self._note_free_slot,
         )
         self._running: dict[uuid.UUID, _Running] = {}
+        self._unstored: set[int] = set()
+        """Tokens of attempts whose end could not be stored: their jobs are left to their lease."""
         self._watch = cancellation.Watch(
             store, owner=owner, is_busy=lambda: bool(self._running), stop=self._stop_cancelled
         )
@@ -100,8 +104,9 @@ class Runner:
             )
             for stored in accepted:
                 self._start_accepted(stored, until)
+            await self._start_lost(accepted)
         for stored in accepted:
-            if stored.verdict is jobs.Verdict.QUEUED:
+            if stored.job.state is JobState.QUEUED:
                 await self._cancel_what_waits(stored.job)
         return accepted
 
@@ -113,12 +118,29 @@ class Runner:
             case jobs.Verdict.QUEUED:
                 self._is_more = True
                 self._outbox.say_job(job)
-            case jobs.Verdict.REPEATED:
-                # The answer to an earlier try of the same statement may have been lost.
-                if job.owner == self._owner and job.state is JobState.RUNNING:
-                    self._start(job, until)
-            case jobs.Verdict.FINISHED | jobs.Verdict.REUSED:
+                # What it waits for may have ended before anybody could know of it.
+                self.wake()
+            case jobs.Verdict.REPEATED | jobs.Verdict.FINISHED | jobs.Verdict.REUSED:
                 pass
+
+    async def _start_lost(self, accepted: Sequence[jobs.Accepted]) -> None:
+        """Starts jobs that an earlier try of the statement has taken, and whose answer was lost."""
+        lost = [
+            stored.job
+            for stored in accepted
+            if stored.verdict is jobs.Verdict.REPEATED
+            and stored.job.state is JobState.RUNNING
+            and stored.job.owner == self._owner
+            and stored.job.id not in self._running
+            and stored.job.lease_token not in self._unstored
+        ]
+        if not lost:
+            return
+        until = self._lease_from_now()
+        kept = await jobs.renew(self._store, lost, lease=self._lease)
+        for job in lost:
+            if job.id in kept:
+                self._start(job, until)
 
     def wake(self) -> None:
         """A job's turn may have come: look now."""
@@ -222,7 +244,7 @@ class Runner:
             await asyncio.sleep(WATCH_INTERVAL)
             now = asyncio.get_running_loop().time()
             for running in list(self._running.values()):
-                if running.until - WATCH_INTERVAL < now:
+                if running.until - self._margin < now:
                     self._lose(running)
 
     def _lose(self, running: _Running) -> None:
@@ -249,6 +271,8 @@ class Runner:
     def _ended(self, running: _Running) -> None:
         if self._running.get(running.job.id) is running:
             del self._running[running.job.id]
+        if not running.attempt.is_stored:
+            self._unstored.add(running.job.lease_token)
         self._watch.note_end(running.job.id)
         if running.attempt.leaves_more:
             self._is_more = True

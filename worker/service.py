@@ -150,6 +150,8 @@ class Service:
                 statement_cache_size=configured.database_statement_cache_size,
                 # Shorter than a lease: who cannot write must not think that it still may.
                 patience=configured.lease * 0.8,
+                # So that one dead connection leaves time for a renewal over another.
+                statement_timeout=configured.lease / 4,
             ) as store,
             self._closing_backends(),
         ):
@@ -303,6 +305,8 @@ class Service:
                 draining.cancel()
                 draining = asyncio.create_task(parts.running.drain(0))
             await self._put_back(draining, parts.calls, PUT_BACK_TIMEOUT)
+        if draining.done() and not draining.cancelled():
+            draining.result()
         refusing.cancel()
         if not await parts.told.flush(FLUSH_TIMEOUT if parts.link.is_up else 0):
             # It stands in the outbox table, and the next worker of this host tells it.

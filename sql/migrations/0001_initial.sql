@@ -81,7 +81,6 @@ CREATE TABLE connections (
     created_at timestamptz NOT NULL DEFAULT now()
 );
 CREATE INDEX connections_not_ended ON connections (volume_id) WHERE state <> 'ended';
-CREATE INDEX connections_unsettled ON connections (volume_id) WHERE state IN ('making', 'ending');
 CREATE UNIQUE INDEX connections_told_apart
     ON connections (volume_id, coalesce(connector_host, ''), identity, connection_key)
     WHERE state <> 'ended';
@@ -140,6 +139,7 @@ CREATE TABLE jobs (
 );
 CREATE INDEX jobs_waiting ON jobs (address, slot, seq) WHERE state = 'queued';
 CREATE INDEX jobs_running ON jobs (lease_until) WHERE state = 'running';
+CREATE INDEX jobs_unfinished ON jobs (address) WHERE finished_at IS NULL;
 CREATE INDEX jobs_to_cancel ON jobs (owner) WHERE cancel_requested AND state = 'running';
 CREATE INDEX jobs_by_parent ON jobs (parent_job) WHERE parent_job IS NOT NULL AND finished_at IS NULL;
 CREATE INDEX jobs_by_volume ON jobs USING gin (volume_ids);
@@ -231,7 +231,10 @@ CREATE FUNCTION settled_status(v volumes) RETURNS text
         WHEN 'creating' THEN 'error'
         WHEN 'deleting' THEN 'error_deleting'
         WHEN 'extending' THEN 'error_extending'
-        WHEN 'attaching' THEN 'available'
+        WHEN 'attaching' THEN CASE
+            WHEN EXISTS (
+                SELECT FROM attachments a WHERE a.volume_id = v.id AND a.status = 'attached')
+            THEN 'in-use' ELSE 'available' END
         WHEN 'detaching' THEN CASE
             WHEN EXISTS (SELECT FROM attachments a WHERE a.volume_id = v.id) THEN 'in-use'
             ELSE 'available' END
@@ -471,12 +474,14 @@ BEGIN
         ORDER BY seq LIMIT c_waiting));
     PERFORM lock_volumes(array(
         SELECT volume_id FROM job_locks WHERE job_id = ANY (candidates)));
+    -- In the order in which others lock jobs, so that neither waits for the other.
+    PERFORM FROM jobs WHERE id = ANY (candidates) ORDER BY id FOR UPDATE;
     FOREACH candidate IN ARRAY candidates LOOP
         UPDATE jobs SET
             state = 'running', attempt = attempt + 1, owner = p_owner,
             lease_token = nextval('lease_tokens'), lease_until = now() + p_lease,
             resumed = started_at IS NOT NULL, started_at = coalesce(started_at, now()),
-            overdue = coalesce(deadline < now(), false), version = version + 1
+            overdue = coalesce(deadline < now(), false), progress = NULL, version = version + 1
         WHERE id = candidate
             AND ((state = 'queued' AND NOT must_wait(id, seq, parent_job))
                 OR (state = 'running' AND lease_until < now()))

@@ -27,27 +27,34 @@ RETURNING *;
 -- name: live_connection
 -- Keeps what the target gave. $1 job, $2 fencing token, $3 id, $4 driver volume type, $5 data without
 -- secrets, $6 secrets and credentials.
+WITH mine AS (
+    SELECT FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR SHARE
+)
 UPDATE connections SET
     state = 'live', driver_volume_type = $4, data = $5, credentials = $6
-FROM jobs
-WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running' AND connections.id = $3
+FROM mine
+WHERE connections.id = $3 AND connections.state IN ('making', 'live')
 RETURNING connections.*;
 
 -- name: ending_connections
 -- Marks a volume's connections as ending, before they are undone, and returns them.
 -- $1 job, $2 fencing token, $3 volume, $4 connection ids or null for all.
+WITH mine AS (
+    SELECT FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR SHARE
+)
 UPDATE connections SET state = 'ending'
-FROM jobs
-WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running'
-    AND connections.volume_id = $3 AND connections.state <> 'ended'
+FROM mine
+WHERE connections.volume_id = $3 AND connections.state <> 'ended'
     AND ($4::uuid[] IS NULL OR connections.id = ANY ($4))
 RETURNING connections.*;
 
 -- name: ended_connection
 -- Marks a connection as ended, and forgets its secrets. $1 job, $2 fencing token, $3 id.
+WITH mine AS (
+    SELECT FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR SHARE
+)
 UPDATE connections SET state = 'ended', credentials = NULL, data = NULL
-FROM jobs
-WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running' AND connections.id = $3;
+FROM mine WHERE connections.id = $3;
 
 -- name: get_connection
 -- One connection, ended or not. $1 id.

@@ -25,7 +25,7 @@ SELECT id FROM unnest($1::uuid[]) AS asked (id)
 WHERE NOT EXISTS (SELECT FROM jobs WHERE jobs.id = asked.id AND finished_at IS NULL);
 
 -- name: queued_connects
--- Jobs that have not ended and are to connect a volume, and stand before another job. $1 volume, $2
+-- Queued jobs that are to connect a volume, and stand before another job. $1 volume, $2
 -- that job.
 SELECT * FROM jobs
 WHERE volume_ids @> ARRAY[$1::uuid] AND method = 'initialize_connection' AND state = 'queued'
@@ -40,9 +40,15 @@ RETURNING id;
 -- name: renew_leases
 -- Keeps the lease of running jobs; returns those still held. $1 lease in seconds, $2 ids, $3 their
 -- fencing tokens.
+WITH mine AS (
+    -- In the order in which finish_jobs locks them, so that neither waits for the other.
+    SELECT jobs.id FROM jobs
+        JOIN unnest($2::uuid[], $3::bigint[]) AS held (id, lease_token) USING (id, lease_token)
+    WHERE jobs.state = 'running'
+    ORDER BY jobs.id FOR UPDATE OF jobs
+)
 UPDATE jobs SET lease_until = now() + make_interval(secs => $1)
-FROM unnest($2::uuid[], $3::bigint[]) AS held (id, lease_token)
-WHERE jobs.id = held.id AND jobs.lease_token = held.lease_token AND jobs.state = 'running'
+FROM mine WHERE jobs.id = mine.id
 RETURNING jobs.id;
 
 -- name: finish_jobs
@@ -142,7 +148,7 @@ FROM done JOIN told ON told.job_id = done.id
 -- this attempt or null, $5 whether the attempt counts (one cut short by a drain does not).
 WITH back AS (
     UPDATE jobs SET
-        state = 'queued', owner = NULL, lease_until = NULL, children = '[]',
+        state = 'queued', owner = NULL, lease_until = NULL, children = '[]', progress = NULL,
         run_at = now() + make_interval(secs => CASE WHEN cancel_requested THEN 0 ELSE $3 END),
         error = coalesce($4, error), attempt = attempt - (NOT $5::boolean)::integer,
         first_failed_at = CASE WHEN $4::jsonb IS NULL THEN first_failed_at

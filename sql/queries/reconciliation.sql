@@ -70,7 +70,7 @@ WHERE state = 'running' AND address = $1 AND lease_until < now() - make_interval
 -- Unfinished jobs that have begun at a host, whichever of its backends, and the processes that work
 -- for them. $1 host.
 SELECT id, children FROM jobs
-WHERE state IN ('queued', 'running') AND started_at IS NOT NULL
+WHERE finished_at IS NULL AND started_at IS NOT NULL
     AND split_part(address, '@', 1) = $1;
 
 -- name: backends
@@ -79,7 +79,7 @@ WHERE state IN ('queued', 'running') AND started_at IS NOT NULL
 WITH addresses AS (
     SELECT address FROM backends
     UNION SELECT address FROM volumes
-    UNION SELECT address FROM jobs WHERE state IN ('queued', 'running')
+    UNION SELECT address FROM jobs WHERE finished_at IS NULL
 )
 SELECT addresses.address,
     coalesce(backends.state = 'up' AND backends.updated_at > now() - make_interval(secs => $1), false)
@@ -99,5 +99,5 @@ DELETE FROM backends
 WHERE address = $1
     AND NOT EXISTS (SELECT FROM volumes WHERE volumes.address = $1)
     AND NOT EXISTS (
-        SELECT FROM jobs WHERE jobs.address = $1 AND jobs.state IN ('queued', 'running'))
+        SELECT FROM jobs WHERE jobs.address = $1 AND jobs.finished_at IS NULL)
 RETURNING address;

@@ -33,15 +33,9 @@ INSERT INTO volumes (
 SELECT id, name, address, size_bytes, 'creating', metadata, job_id, job_id FROM mine
 ON CONFLICT (id) DO UPDATE SET
     name = excluded.name, size_bytes = excluded.size_bytes, metadata = excluded.metadata,
-    updated_at = now()
+    seq = volumes.seq + 1, updated_at = now()
     WHERE volumes.created_by = excluded.created_by AND volumes.status = 'creating'
 RETURNING volume_record(volumes) AS record, volumes.*;
-
--- name: forget_volume
--- Removes the record of a volume of which nothing was made. $1 job, $2 fencing token, $3 id.
-DELETE FROM volumes USING jobs
-WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running'
-    AND volumes.id = $3 AND volumes.created_by = $1;
 
 -- name: take_volume
 -- Moves a volume into a passing status that a job holds, remembering the one to go back to. No row:
@@ -87,13 +81,17 @@ RETURNING attachment_record(attachments) AS attachment;
 
 -- name: set_attachment
 -- Changes an attachment's status. $1 job, $2 fencing token, $3 attachment, $4 status.
-UPDATE attachments SET status = $4 FROM jobs
-WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running' AND attachments.id = $3
+WITH mine AS (
+    SELECT FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR SHARE
+)
+UPDATE attachments SET status = $4 FROM mine WHERE attachments.id = $3
 RETURNING attachment_record(attachments) AS attachment;
 
 -- name: end_attachments
 -- Removes a volume's attachment, or all of them. $1 job, $2 fencing token, $3 volume,
 -- $4 attachment or null.
-DELETE FROM attachments USING jobs
-WHERE jobs.id = $1 AND jobs.lease_token = $2 AND jobs.state = 'running'
-    AND attachments.volume_id = $3 AND ($4::uuid IS NULL OR attachments.id = $4);
+WITH mine AS (
+    SELECT FROM jobs WHERE id = $1 AND lease_token = $2 AND state = 'running' FOR SHARE
+)
+DELETE FROM attachments USING mine
+WHERE attachments.volume_id = $3 AND ($4::uuid IS NULL OR attachments.id = $4);

@@ -29,6 +29,7 @@ from tests.services import (
     workers,
 )
 from tests.services.volumes import INITIATOR, MIB
+from worker import children as worker_children
 from worker import process
 
 SIZE: Final = 4 * MIB
@@ -337,12 +338,14 @@ async def test_whoever_takes_a_job_over_ends_what_its_last_worker_had_working_fo
         # that of a process from before.
         await installation.rows(
             "UPDATE jobs SET children = jsonb_build_array("
-            " jsonb_build_object('pid', $2::int, 'started', $3::bigint),"
-            " jsonb_build_object('pid', $4::int, 'started', 1)) WHERE id = $1::text::uuid",
+            " jsonb_build_object('pid', $2::int, 'started', $3::bigint, 'boot', $5::text),"
+            " jsonb_build_object('pid', $4::int, 'started', 1, 'boot', $5::text))"
+            " WHERE id = $1::text::uuid",
             copy.message_id,
             works_on.pid,
             process.start_time(works_on.pid),
             other.pid,
+            worker_children.boot_id(),
         )
         await clock.advance(installation, LONG, host="host-a")
         await a.start()

@@ -189,6 +189,7 @@ def _file(made: world.World, expected: world.Expected) -> pathlib.Path:
     return made.hosts[host].folder / backend / f"volume-{expected.id}"
 
 
+_EXPORTED: Final = _at(Point.EXPORT_RECORDED, Point.EXPORTED)
 _SERVED: Final = _at(
     Point.EXPORT_RECORDED,
     Point.EXPORTED,
@@ -260,18 +261,8 @@ CASES: Final[tuple[Case, ...]] = (
         in_common=False,
         scene=_SIM,
     ),
-    Case(
-        "create_export",
-        "create_export",
-        _create_export,
-        _at(Point.EXPORT_RECORDED, Point.EXPORTED),
-    ),
-    Case(
-        "ensure_export",
-        "ensure_export",
-        _create_export,
-        _at(Point.EXPORT_RECORDED, Point.EXPORTED),
-    ),
+    Case("create_export", "create_export", _create_export, _EXPORTED),
+    Case("ensure_export", "ensure_export", _create_export, _EXPORTED),
     Case(
         "remove_export",
         "remove_export",

@@ -7,6 +7,7 @@ broker has its request, and asks ``get_job`` where no reply comes.
 import asyncio
 import contextlib
 import dataclasses
+import datetime
 import enum
 import json
 import time
@@ -26,6 +27,8 @@ PATIENCE: Final = 8.0
 GRACE: Final = 3.0
 """Seconds that a reply may come later than the record says that the job has ended."""
 OK: Final = "ok"
+AWAY: Final = "Internal, retryable"
+"""What a read may hear while the database is away."""
 _ENDED: Final = ("succeeded", "failed", "dead", "cancelled")
 
 
@@ -61,6 +64,8 @@ class Call:
     result: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     by_record: bool = False
     """Whether the outcome is from ``get_job``."""
+    timeout: float | None = None
+    """Seconds after which a plain caller waits no more, so it says."""
     queue_lost: bool = False
     """Whether its reply queue was deleted while it waited."""
     repeats: int = 0
@@ -77,8 +82,15 @@ class Call:
 
     def end(self, body: Mapping[str, Any]) -> None:
         """Notes the result's body."""
-        self.outcome = OK if body["ok"] else body["error"]["code"]
-        self.result = body.get("result") or {}
+        if body["ok"]:
+            self.outcome, self.result = OK, body["result"]
+        else:
+            self.fail(body["error"]["code"], retryable=body["error"]["retryable"])
+
+    def fail(self, code: str, *, retryable: bool) -> None:
+        """Notes an error."""
+        is_passing = code == "Internal" and retryable and not self.has_job
+        self.outcome = AWAY if is_passing else code
 
     def end_by_record(self, job: Mapping[str, Any]) -> None:
         """Notes what ``get_job`` says of a job that has ended."""
@@ -204,8 +216,13 @@ class PlainLine:
     async def send(self, call: Call, *, answered: bool = True) -> None:
         """Publishes a request, again and again until the broker has it."""
         body = {"method": call.method, "version": "1.0", "args": dict(call.args)}
+        headers: dict[str, Any] = {"status-updates": answered}
+        if call.timeout is not None:
+            moment = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=call.timeout)
+            headers["deadline"] = moment.isoformat()
         message = aio_pika.Message(
             json.dumps(body).encode() if call.body is None else call.body,
+            headers=headers,
             message_id=call.id,
             correlation_id=call.key,
             reply_to=self.queue if answered else None,
@@ -282,7 +299,7 @@ class ClientLine:
                 if call.has_job:
                     await self._ask(call)
             except errors.VolumeWorkerError as error:
-                call.outcome = error.code
+                call.fail(error.code, retryable=error.retryable)
             else:
                 call.outcome = OK
 

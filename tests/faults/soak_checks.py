@@ -227,6 +227,7 @@ def numbers(rest: Rest, troubles: soak_troubles.Troubles) -> list[str]:
         f"{len(rest.jobs)} jobs: " + ", ".join(f"{n} {state}" for state, n in states.most_common()),
         f"attempts beyond the first: {sum(max(0, j['attempt'] - 1) for j in rest.jobs.values())}",
         f"dead letters: {rest.letters}",
+        "errors logged: " + (", ".join(f"{n} {what}" for what, n in _logged(rest)) or "none"),
         "",
         *(f"{kind:<24}{troubles.counts[kind]:>7}" for kind in soak_troubles.Kind),
         f"{'all troubles':<24}{troubles.counts.total():>7}",
@@ -234,6 +235,15 @@ def numbers(rest: Rest, troubles: soak_troubles.Troubles) -> list[str]:
         f"promises broken: {len(rest.found.all)}",
     ]
     return lines
+
+
+def _logged(rest: Rest) -> list[tuple[str, int]]:
+    """The events that workers have logged as errors, the most frequent first."""
+    workers = rest.site.hosts.values()
+    lines = (line for worker in workers for line in worker.log_lines())
+    return collections.Counter(
+        line["event"].partition("\n")[0] for line in lines if line["level"] == "error"
+    ).most_common()
 
 
 async def remaining(load: soak_load.Load, tasks: Iterable[asyncio.Task[None]]) -> list[str]:

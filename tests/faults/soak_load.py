@@ -20,6 +20,7 @@ PACE: Final = MIB
 USUAL: Final = frozenset(
     {
         soak_calls.OK,
+        soak_calls.AWAY,
         "VolumeIsBusy",
         "InvalidVolumeStatus",
         "InvalidConnector",
@@ -39,6 +40,8 @@ USUAL: Final = frozenset(
     }
 )
 """What may come of a right request while others meddle and things break."""
+_OVERTAKES: Final = (soak_calls.AWAY, "Cancelled", "VolumeIsBusy")
+"""What may be found sooner than that a request is wrong."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -118,7 +121,10 @@ class Owner:
 
     async def _ask(self, method: str, owned: Owned, **args: Any) -> Call:
         whole = {**owned.volume.at, **args}
-        return await self._load.ask(self._line, method, owned.volume.address, whole)
+        timeout = self._dice.choice((0.01, 1.0)) if self._dice.random() < 0.05 else None
+        return await self._load.ask(
+            self._line, method, owned.volume.address, whole, timeout=timeout
+        )
 
     async def _create(self) -> Owned | None:
         new: dict[str, Any] = {"name": "soak", "size_bytes": self._dice.randint(2, 4) * MIB}
@@ -209,6 +215,11 @@ class Owner:
             owned.content = source.content
 
 
+def _may_be_read(call: Call) -> bool:
+    """Whether it may have left no job."""
+    return call.method == "get_volume_stats"
+
+
 def _write(path: pathlib.Path, data: bytes) -> None:
     handle = os.open(path, os.O_WRONLY)
     try:
@@ -253,7 +264,7 @@ class Meddler:
         jobs = [one for one in self._load.ledger.pending() if one.has_job]
         if jobs:
             which = self._dice.choice(jobs)
-            expects = (soak_calls.OK, "JobNotFound")
+            expects = (soak_calls.OK, "JobNotFound", "Cancelled")
             args = {"job_id": which.id}
             await self._load.ask(self._line, "cancel_job", self._address(), args, expects=expects)
 
@@ -263,7 +274,8 @@ class Meddler:
             await self._line.repeat(self._dice.choice(mine[-50:]))
 
     async def _reuse(self) -> None:
-        done = [one for one in self._load.ledger.calls if one.is_ok and one.has_job]
+        calls = self._load.ledger.calls
+        done = [one for one in calls if one.is_ok and one.has_job and not _may_be_read(one)]
         if done:
             args = {"volume": {"name": "another", "size_bytes": MIB}}
             which = self._dice.choice(done)
@@ -333,7 +345,7 @@ class Meddler:
     ) -> None:
         has_job = "id" not in more
         call = self._load.ledger.note(
-            Call(method, at, args, self._line.via, expects=(code,), **more)
+            Call(method, at, args, self._line.via, expects=(code, *_OVERTAKES), **more)
         )
         call.has_job = call.has_job and has_job
         await self._line.carry_out(call)

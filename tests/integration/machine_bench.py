@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
+import uuid
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -34,9 +36,22 @@ def settings(*, examples: int, steps: int) -> hypothesis.settings:
     )
 
 
+def ids() -> Iterator[uuid.UUID]:
+    """Ids, the same each time: a machine must do the same whenever it is told the same."""
+    return (uuid.UUID(int=number) for number in itertools.count(1))
+
+
 def pick(items: Sequence[T], number: int) -> T:
     """One of some things, by any number."""
     return items[number % len(items)]
+
+
+_SETTINGS: Final = {
+    # No machine looks at what a crash of the server would leave.
+    "synchronous_commit": "off",
+    # Rows that no ORDER BY puts in order come in the same order each time.
+    "plan_cache_mode": "force_custom_plan",
+}
 
 
 class Ground:
@@ -57,15 +72,6 @@ class Ground:
         """Runs a coroutine to its end."""
         return self._runner.run(work)
 
-    def both(self, one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, T]) -> tuple[T, T]:
-        """Runs two coroutines at the same time."""
-
-        async def together() -> tuple[T, T]:
-            first, second = await asyncio.gather(one, other)
-            return first, second
-
-        return self.run(together())
-
     def execute(self, statement: str, *args: Any) -> None:
         """Runs a statement beside the store."""
         self.run(self._connection.execute(statement, *args))
@@ -76,9 +82,7 @@ class Ground:
 
     def clear(self) -> None:
         """Forgets all jobs and volumes."""
-        self.execute("DELETE FROM jobs")
-        self.execute("DELETE FROM volumes")
-        self.execute("DELETE FROM outbox")
+        self.execute("TRUNCATE jobs, job_locks, outbox, volumes, attachments, connections")
 
 
 @contextlib.contextmanager
@@ -97,8 +101,10 @@ async def _open(
 ) -> Ground:
     connection = await asyncpg.connect(site.database_url)
     stack.push_async_callback(connection.close)
-    # No machine looks at what a crash of the server would leave.
     name = await connection.fetchval("SELECT quote_ident(current_database())")
-    await connection.execute(f"ALTER DATABASE {name} SET synchronous_commit = off")
+    for setting, value in _SETTINGS.items():
+        await connection.execute(f"ALTER DATABASE {name} SET {setting} = {value}")
+    for table in ("jobs", "job_locks", "outbox", "volumes", "attachments", "connections"):
+        await connection.execute(f"ALTER TABLE {table} SET (autovacuum_enabled = off)")
     bench = await stack.enter_async_context(store_bench.opened(site))
     return Ground(runner, bench, connection)

@@ -20,9 +20,21 @@ SELECT jsonb_build_object(
     'outbox', (SELECT coalesce(jsonb_agg(to_jsonb(outbox) ORDER BY id), '[]') FROM outbox))
 """
 _UNSEEN = frozenset(
-    # What no reader of a job is shown, or what a change of has no bearing on what is.
-    ("version", "owner", "lease_token", "lease_until", "run_at", "children", "reply_to", "slot")
-    + ("correlation_id", "deadline", "status_updates", "cancel_requested")
+    {
+        # What no reader of a job is shown, or what a change of has no bearing on what is.
+        "version",
+        "owner",
+        "lease_token",
+        "lease_until",
+        "run_at",
+        "children",
+        "reply_to",
+        "correlation_id",
+        "deadline",
+        "status_updates",
+        "cancel_requested",
+        "slot",
+    }
 )
 
 

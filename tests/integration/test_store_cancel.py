@@ -136,7 +136,7 @@ async def test_the_children_of_a_job_are_kept_until_its_attempt_ends(
     bench: store_bench.Bench,
 ) -> None:
     running = await bench.started(need(uuid.uuid4()))
-    children = [{"pid": 5, "started": 2**40}]
+    children = [{"pid": 5, "started": 2**40, "boot": "b"}]
     await jobs.set_children(bench.store, running, children)
     await bench.expire(running)
     (taken,) = await bench.claim()

@@ -305,7 +305,6 @@ async def test_a_worker_that_has_lost_a_job_changes_nothing_any_more(
     ):
         with pytest.raises(database.LeaseLost):
             await attempt
-    await volumes.forget(store, lost, volume.id)
     await volumes.end_attachments(store, lost, volume.id, None)
     assert await everything(bench) == before
 

@@ -155,19 +155,6 @@ async def test_another_jobs_volume_is_not_made_again(bench: store_bench.Bench) -
     assert await volumes.get(bench.store, volume.id) == volume
 
 
-async def test_a_record_is_forgotten_by_the_job_that_made_it_alone(
-    bench: store_bench.Bench,
-) -> None:
-    volume_id = uuid.uuid4()
-    one = await bench.started(need(volume_id))
-    await begin(bench, one, volume_id)
-    other = await bench.started()
-    await volumes.forget(bench.store, other, volume_id)
-    assert await volumes.find(bench.store, volume_id) is not None
-    await volumes.forget(bench.store, one, volume_id)
-    assert await volumes.find(bench.store, volume_id) is None
-
-
 async def test_volumes_are_listed_by_id_page_by_page(bench: store_bench.Bench) -> None:
     made = [await bench.volume() for _ in range(4)]
     there = await bench.volume(address=ELSEWHERE)

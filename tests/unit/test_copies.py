@@ -50,6 +50,8 @@ class Site:
             args=args,
             job=types.SimpleNamespace(id=JOB),
             connectors=types.SimpleNamespace(execute=None),
+            on_child=None,
+            lease=30.0,
         )
         source = types.SimpleNamespace(id=uuid.uuid4(), size_bytes=1)
         unused = cast("Any", None)

@@ -74,14 +74,17 @@ async def _list(configured: settings.Settings) -> list[dict[str, Any]]:
         found = []
         for address in sorted({*recorded, *configured.addresses()}):
             queue = await queues.look(broker, names, address)
-            found.append(
-                {
-                    **_wire(recorded.get(address) or _unknown(address)),
-                    "configured": address in configured.addresses(),
-                    "waiting": None if queue is None else queue.waiting,
-                    "workers": 0 if queue is None else queue.consumers,
-                }
-            )
+            workers = 0 if queue is None else queue.consumers
+            one = {
+                **_wire(recorded.get(address) or _unknown(address)),
+                "configured": address in configured.addresses(),
+                "waiting": None if queue is None else queue.waiting,
+                "workers": workers,
+            }
+            if not workers:
+                # Its last stats are not too old yet, and yet nobody is there.
+                one["state"] = "down"
+            found.append(one)
         return found
 
 

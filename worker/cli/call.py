@@ -65,6 +65,8 @@ def call(
         return
     shown = progress.watch(method, as_json=as_json) if watch else None
     identity = uuid.uuid4()
+    if watch and not as_json:
+        output.note(f"job {identity}")
     try:
         result = asyncio.run(
             _call(

@@ -46,14 +46,16 @@ def apply(edit: Mapping[str, Any], body: bytes) -> bytes:
         data = envelope.parse_json(body)
     except errors.InvalidRequest:
         data = None
+    major, minor = requests.VERSION
+    version = f"{major}.{minor}"
     if isinstance(data, dict):
-        return json.dumps(_merge(data, edit if _MEMBERS & edit.keys() else {"args": edit})).encode()
+        merged = _merge(data, edit if _MEMBERS & edit.keys() else {"args": edit})
+        return json.dumps({"version": version, **merged}).encode()
     if not {"method", "args"} <= edit.keys():
         raise NotEditable(
             "its body is no JSON object: give --edit a whole request, with method and args"
         )
-    major, minor = requests.VERSION
-    return json.dumps({"version": f"{major}.{minor}", **edit}).encode()
+    return json.dumps({"version": version, **edit}).encode()
 
 
 def _merge(target: object, patch: object) -> Any:

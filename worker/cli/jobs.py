@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import datetime
 import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
@@ -132,11 +131,7 @@ async def _watch(
             while True:
                 if job.version != version:
                     version = job.version
-                    shown(
-                        replies.status(
-                            dataclasses.asdict(job), datetime.datetime.now(datetime.UTC).isoformat()
-                        )
-                    )
+                    shown(replies.status(dataclasses.asdict(job), output.now()))
                 if job.state in resources.ENDED:
                     return job.to_wire()
                 await asyncio.sleep(WATCH_INTERVAL)

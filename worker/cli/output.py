@@ -131,6 +131,11 @@ def size(count: float | None) -> str:
     raise AssertionError("the last unit takes all")
 
 
+def now() -> str:
+    """The present moment as records have it: RFC 3339 in UTC."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
 def moment(text: str | None) -> str:
     """A time of a record for people, in UTC, without its fraction."""
     if text is None:

@@ -49,7 +49,8 @@ def reconcile(
         titles = ("kind", "address", "subject", "what is wrong", "repair")
         output.print_table(titles, [_row(one) for one in found])
     else:
-        output.say("nothing is wrong")
+        looked_at = ", ".join(f"{configured.host}@{one.name}" for one in backends)
+        output.say(f"nothing is wrong at {looked_at}")
     wrong = [one for one in found if not one.repaired]
     if wrong:
         output.fail(_advice(wrong, repair=repair))

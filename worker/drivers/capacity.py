@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import pathlib
+import threading
 from collections.abc import Iterator, Sequence
 
 from messages import errors
@@ -26,9 +27,10 @@ def space(directory: pathlib.Path) -> Space:
 
 @dataclasses.dataclass(slots=True)
 class Taken:
-    """Bytes taken for something that is being made; given back unless ``kept``."""
+    """Bytes for something that is being made; given back unless ``kept``."""
 
     amount: int
+    is_counted: bool = False
     kept: bool = False
 
 
@@ -45,6 +47,7 @@ class Ledger:
         self._reserved_percentage = reserved_percentage
         self._counted = 0
         self._in_the_making = 0
+        self._checking = threading.Lock()
         self.volumes = 0
 
     @property
@@ -59,13 +62,14 @@ class Ledger:
 
     @contextlib.contextmanager
     def taking(self, amount: int, *, volumes: int = 1) -> Iterator[Taken]:
-        """Counts ``amount`` bytes before they are taken, so that two takers see each other."""
+        """For something of ``amount`` bytes to be made, which :meth:`check` counts beforehand."""
         taken = Taken(amount)
-        self._in_the_making += amount
         try:
             yield taken
         finally:
-            self._in_the_making -= amount
+            if taken.is_counted:
+                with self._checking:
+                    self._in_the_making -= amount
             if taken.kept:
                 self._counted += amount
                 self.volumes += volumes
@@ -75,16 +79,25 @@ class Ledger:
         self._counted = max(0, self._counted - amount)
         self.volumes = max(0, self.volumes - 1)
 
-    def check(self, space: Space, amount: int) -> None:
-        """Cinder's capacity filter for thin storage; ``amount`` bytes are counted already.
+    def check(self, space: Space, taken: Taken) -> None:
+        """Cinder's capacity filter for thin storage; counts what passes it.
+
+        At once, so that two takers see each other, and nobody one who is refused.
 
         Raises:
             InsufficientSpace: more would be promised than ``max_over_subscription_ratio`` allows,
                 or the free space less what is reserved cannot carry it.
         """
-        if self.provisioned > space.total * self._ratio:
+        with self._checking:
+            self._check(space, taken.amount)
+            self._in_the_making += taken.amount
+            taken.is_counted = True
+
+    def _check(self, space: Space, amount: int) -> None:
+        promised = self.provisioned + amount
+        if promised > space.total * self._ratio:
             raise errors.InsufficientSpace(
-                f"{self.provisioned} bytes would be promised of {space.total}; allowed are"
+                f"{promised} bytes would be promised of {space.total}; allowed are"
                 f" {self._ratio:g} times as many (max_over_subscription_ratio)"
             )
         reserved = math.floor(space.total * self._reserved_percentage / 100)

@@ -129,7 +129,7 @@ class FileDriver(base.Driver):
         with self._ledger.taking(_in_sectors(volume.size_bytes)) as taken:
 
             def create() -> None:
-                taken.kept = self._create(volume)
+                taken.kept = self._create(volume, taken)
 
             await _to_its_end(create)
         return base.Update()
@@ -160,7 +160,7 @@ class FileDriver(base.Driver):
             with self._ledger.taking(new_size_bytes - size, volumes=0) as taken:
 
                 def grow() -> None:
-                    self._grow(volume.id, new_size_bytes, taken.amount)
+                    self._grow(volume.id, new_size_bytes, taken)
                     taken.kept = True
 
                 await _to_its_end(grow)
@@ -256,7 +256,7 @@ class FileDriver(base.Driver):
                 f"{self._directory} cannot be read: {error.strerror}"
             ) from error
 
-    def _create(self, volume: base.Volume) -> bool:
+    def _create(self, volume: base.Volume, taken: capacity.Taken) -> bool:
         """Returns whether this call made the volume."""
         path, size = self._path(volume.id), _in_sectors(volume.size_bytes)
         with self._open(volume.id, os.O_CREAT) as descriptor, _insufficient_space(path, size):
@@ -270,7 +270,7 @@ class FileDriver(base.Driver):
                     size_bytes=found,
                 )
             try:
-                self._ledger.check(capacity.space(self._directory), size)
+                self._ledger.check(capacity.space(self._directory), taken)
                 os.ftruncate(descriptor, size)
             except BaseException:
                 if not found:
@@ -280,12 +280,12 @@ class FileDriver(base.Driver):
             self._sync_directory()
         return True
 
-    def _grow(self, volume_id: uuid.UUID, size: int, growth: int) -> None:
+    def _grow(self, volume_id: uuid.UUID, size: int, taken: capacity.Taken) -> None:
         path = self._path(volume_id)
-        with self._open(volume_id) as descriptor, _insufficient_space(path, growth):
+        with self._open(volume_id) as descriptor, _insufficient_space(path, taken.amount):
             if descriptor is None:
                 raise errors.VolumeNotFound(f"{path} is not there")
-            self._ledger.check(capacity.space(self._directory), growth)
+            self._ledger.check(capacity.space(self._directory), taken)
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)
 

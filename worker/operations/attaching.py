@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final, Self
@@ -54,9 +55,18 @@ def device_key(job_id: uuid.UUID, *, read_only: bool) -> str:
 async def withdraw(
     context: base.Context, volume: volumes.Volume, *, remote: bool, read_only: bool
 ) -> None:
-    """Withdraws the access that an earlier attempt of the job may have been given."""
+    """Undoes what an earlier attempt may have left: first on this host, then the access."""
     connector = await _connector(context, volume, remote=remote, read_only=read_only)
-    await _withdraw(context, volume, connector, remote=remote, force=True)
+    key = device_key(context.job.id, read_only=read_only)
+    async with _Undo() as undo:
+        undo.push(lambda _: _withdraw(context, volume, connector, remote=remote, force=True))
+        for kind in context.connectors.all().values():
+            undo.push(functools.partial(_let_go, kind, key))
+
+
+async def _let_go(kind: connectors.Connector, key: str, _force: object) -> None:
+    # How it was attached is not known any more, and need not be.
+    await kind.disconnect_volume({}, key=key, force=True)
 
 
 async def _connector(
@@ -155,7 +165,7 @@ class _Undo:
             first = await asyncio.shield(undoing)
         except asyncio.CancelledError:
             # Cancelled while undoing: what is left behind now would be left for good.
-            await undoing
+            await asyncio.wait({undoing})
             raise
         if error is None and first is not None:
             raise first

@@ -116,18 +116,25 @@ def _of_others(
 
 async def _undo(context: base.Context) -> None:
     args: requests.CopyVolumeData = context.args
+    first: errors.VolumeWorkerError | None = None
     for volume_id, read_only in (
         (args.source_volume_id, True),
         (args.destination_volume_id, False),
     ):
         volume = await volumes.find(context.store, volume_id)
-        if volume is not None:
+        if volume is None:
+            continue
+        try:
             await attaching.withdraw(
                 context,
                 volume,
                 remote=topology.host_of(volume.address) != context.host,
                 read_only=read_only,
             )
+        except errors.VolumeWorkerError as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def _where(

@@ -24,7 +24,7 @@ import structlog
 from qemu import qmp
 
 from messages import errors, redaction
-from worker import durable, process
+from worker import children, durable, process
 from worker.storage_daemon import record
 
 log = structlog.get_logger(__name__)
@@ -104,7 +104,7 @@ class StorageDaemon:
         # Written before there is a process: however this ends, its socket can be found.
         durable.make_private(self._folder)
         sockets = record.make_sockets_folder(self._folder)
-        await self._save(record.Record(sockets, configuration, boot_id=record.boot_id()))
+        await self._save(record.Record(sockets, configuration, boot_id=children.boot_id()))
         command = [PROGRAM, *_monitor_arguments(sockets), *arguments]
         try:
             if outlives_worker:

@@ -11,7 +11,7 @@ from typing import Final
 import structlog
 
 from messages import errors
-from worker import durable
+from worker import children, durable
 
 log = structlog.get_logger(__name__)
 
@@ -22,7 +22,6 @@ LONGEST_SOCKET_NAME: Final = "/sockets/data"
 FILE: Final = "daemon.json"
 """The record's name in its folder."""
 _SOCKETS: Final = "sockets"
-_BOOT_ID: Final = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ def read(folder: pathlib.Path) -> Record | None:
         sockets = folder / _SOCKETS
         return Record(sockets, configuration="") if sockets.is_dir() else None
     # Ticks since another boot name nothing.
-    same_boot = found.boot_id == boot_id()
+    same_boot = found.boot_id == children.boot_id()
     return found if same_boot else dataclasses.replace(found, pid=None, started=None)
 
 
@@ -64,11 +63,6 @@ async def write(folder: pathlib.Path, record: Record) -> None:
     """Replaces the record in ``folder``: whoever reads sees the old one or the new one, whole."""
     members = {**dataclasses.asdict(record), "sockets": str(record.sockets)}
     await durable.write(folder / FILE, json.dumps(members).encode())
-
-
-def boot_id() -> str:
-    """Tells one boot of this machine from another, random(4)."""
-    return _BOOT_ID.read_text().strip()
 
 
 def make_sockets_folder(folder: pathlib.Path) -> pathlib.Path:

@@ -84,6 +84,10 @@ class Batch(Generic[Item, Result]):
     async def _run_together(self, taken: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
         try:
             results = await self._run([item for item, _ in taken])
+        except asyncio.CancelledError:
+            for _, result in taken:
+                result.cancel()
+            raise
         except Exception as error:
             if len(taken) == 1 or isinstance(error, errors.Unreachable):
                 for _, result in taken:

@@ -99,7 +99,8 @@ class Database:
                         return rows
         except TimeoutError:
             why = self._trouble or "the database does not answer"
-            raise self._unreachable(f"{why} (for {self._patience:g} s)") from None
+            self._note(why)
+            raise errors.Unreachable(f"{why} (for {self._patience:g} s)") from None
         raise AssertionError("tenacity ends by a result or an error")
 
     async def row(self, query: str, *args: Any) -> Row | None:

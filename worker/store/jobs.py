@@ -99,7 +99,7 @@ class Job:
     overdue: bool
     resumed: bool
     cancel_requested: bool
-    children: Sequence[Mapping[str, int]]
+    children: Sequence[Mapping[str, Any]]
     refusal: Mapping[str, Any] | None
     result: Mapping[str, Any] | None
     error: Mapping[str, Any] | None
@@ -276,9 +276,9 @@ async def queued_connects(
 
 
 async def set_children(
-    store: database.Database, job: Job, children: Sequence[Mapping[str, int]]
+    store: database.Database, job: Job, children: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Keeps which processes work for a job, each with ``pid`` and ``started``.
+    """Keeps which processes work for a job, each with ``pid``, ``started`` and ``boot``.
 
     Raises:
         LeaseLost: the job is no longer this worker's.
@@ -408,7 +408,9 @@ async def get(store: database.Database, job_id: uuid.UUID) -> Job:
     """
     row = await store.row("get_job", job_id)
     if row is None:
-        raise errors.JobNotFound(f"there is no job {job_id}")
+        raise errors.JobNotFound(
+            f"there is no job {job_id}; a request that its worker has not taken yet is none"
+        )
     return from_row(row)
 
 

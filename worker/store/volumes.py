@@ -119,7 +119,8 @@ async def begin(
     new = _New(job, volume_id, name, size_bytes, metadata)
     made = await store.together(_begin_all, new, key=lambda one: one.volume_id)
     if made is None:
-        if await find(store, volume_id) is None:
+        there = await find(store, volume_id)
+        if there is None or there.created_by == job.id:
             raise database.LeaseLost("begin_volumes")
         raise errors.VolumeExists(f"volume {volume_id} exists", volume_id=str(volume_id))
     return made
@@ -151,11 +152,6 @@ async def _begin_all(store: database.Database, new: Sequence[_New]) -> Sequence[
     return [found.get(one.volume_id) for one in new]
 
 
-async def forget(store: database.Database, job: jobs.Job, volume_id: uuid.UUID) -> None:
-    """Removes the record of a volume of which ``job`` has made nothing."""
-    await store.fetch("forget_volume", job.id, job.lease_token, volume_id)
-
-
 async def take(
     store: database.Database,
     job: jobs.Job,
@@ -177,7 +173,7 @@ async def take(
     )
     if row is None:
         now = await get(store, volume_id)
-        if now.status in allowed:
+        if now.status in allowed or now.status_job == job.id:
             raise database.LeaseLost("take_volume")
         raise invalid_status(volume_id, now.status)
     return from_row(row)
