@@ -267,7 +267,7 @@ class JobMachine(stateful.RuleBasedStateMachine):
         self.model.finish(self.model.jobs[job.id], state)
         self.told[ended.outbox_id] = job.id, False
         worker.drop(job.id)
-        queued = [one for one in self.model.where(JobState.QUEUED) if one.address == worker.address]
+        queued = [one for one in self.model.where(JobState.QUEUED) if one.address == job.address]
         assert ended.is_more == bool(queued)
 
     @stateful.precondition(lambda self: self.held())

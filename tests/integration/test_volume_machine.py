@@ -112,26 +112,34 @@ class VolumeMachine(stateful.RuleBasedStateMachine):
 
     # Jobs
 
-    @stateful.initialize(is_attached=st.booleans())
-    def make_volumes(self, is_attached: bool) -> None:
+    @stateful.initialize()
+    def make_volumes(self) -> None:
         for which in range(VOLUMES):
-            self.carry_out(Kind.CREATE, which, 1, None)
-        if is_attached:
-            self.carry_out(Kind.ATTACH, 0, 3, None)
+            self.carry_out(Kind.CREATE, which, 1, None, is_lost=False)
+        self.carry_out(Kind.ATTACH, 0, 3, None, is_lost=False)
 
     @stateful.rule(
         kind=st.sampled_from(_STEPS),
         which=numbers,
         steps=st.integers(0, 3),
         state=st.none() | bad_ends,
+        is_lost=st.booleans(),
     )
-    def carry_out(self, kind: Kind, which: int, steps: int, state: JobState | None) -> None:
+    def carry_out(
+        self, kind: Kind, which: int, steps: int, state: JobState | None, is_lost: bool
+    ) -> None:
         self.request(kind, which)
         job = self.model.jobs[-1]
-        if job.id in self.held:
+        if job.id not in self.held:
+            return
+        self.rows_are_as_they_should_be()
+        self._steps(job, steps)
+        if is_lost:
+            lost = self.held[job.id]
+            self._lose(lost)
             self.rows_are_as_they_should_be()
-            self._steps(job, steps)
-            self._end(job, state)
+            self._write_too_late(lost, job.volume_id, kind, JobState.FAILED)
+        self._end(job, state)
 
     @stateful.rule(which=numbers, steps=st.lists(sharing_steps), state=st.none() | bad_ends)
     def share(self, which: int, steps: Sequence[Step], state: JobState | None) -> None:
@@ -182,22 +190,21 @@ class VolumeMachine(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.held)
     @stateful.rule(which=numbers)
     def lose_its_worker(self, which: int) -> None:
-        job = pick(list(self.held.values()), which)
+        self._lose(pick(list(self.held.values()), which))
+
+    def _lose(self, job: jobs.Job) -> None:
+        """Another worker takes a job over, and what waits for its turn with it."""
         self.ground.execute(
             "UPDATE jobs SET lease_until = now() - interval '1 second' WHERE id = $1", job.id
         )
         self.lost.append(job)
-        self.claim_lost(job)
-
-    def claim_lost(self, lost: jobs.Job) -> None:
-        """Another worker takes a job over, and what waits for its turn with it."""
         claimed = self.ground.run(
             jobs.claim(self.store, owner=self.owner, lease=LEASE, free=PLENTY, addresses=[HERE])
         )
-        for job in self.model.next_jobs():
-            job.state = JobState.RUNNING
+        for one in self.model.next_jobs():
+            one.state = JobState.RUNNING
         self.held.update({one.id: one for one in claimed})
-        assert self.held[lost.id].lease_token > lost.lease_token
+        assert self.held[job.id].lease_token > job.lease_token
 
     @stateful.precondition(lambda self: self.held)
     @stateful.rule(which=numbers)
@@ -515,7 +522,11 @@ class VolumeMachine(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.lost)
     @stateful.rule(which=numbers, volume=numbers, kind=st.sampled_from(Kind), state=bad_ends)
     def write_too_late(self, which: int, volume: int, kind: Kind, state: JobState) -> None:
-        job, volume_id = pick(self.lost, which), pick(self.volumes, volume)
+        self._write_too_late(pick(self.lost, which), pick(self.volumes, volume), kind, state)
+
+    def _write_too_late(
+        self, job: jobs.Job, volume_id: uuid.UUID, kind: Kind, state: JobState
+    ) -> None:
         for write in self._late_writes(job, volume_id, kind, state):
             # What has no row to answer with says nothing, or what else is in its way.
             with pytest.raises((database.LeaseLost, errors.VolumeWorkerError)):
