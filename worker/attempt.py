@@ -133,6 +133,7 @@ class Attempt:
         match self._stopped:
             # It may fail at what it undoes, or make another error of it.
             case Stop.CANCEL:
+                _uncancel()
                 failure = _cancelled()
             case Stop.DRAIN | Stop.LEASE_LOST:
                 return self._put_back()
@@ -298,7 +299,7 @@ def _cancelled() -> errors.Cancelled:
 
 
 def _uncancel() -> None:
-    """Lets the task go on after a cancellation, so that what it waits for is not cancelled too."""
+    """Lets the task go on after a cancellation; else a timeout in it could not tell its own."""
     task = asyncio.current_task()
     assert task is not None
     while task.cancelling():

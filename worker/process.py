@@ -31,8 +31,10 @@ KILL_PATIENCE: Final = 10.0
 """Seconds until a killed program is given up."""
 GRACE: Final = 5.0
 """Seconds between SIGTERM and SIGKILL, and for draining the pipes of a killed group."""
+SETTLE_GRACE: Final = 1.0
+"""Seconds for what a program's grandchildren may still write after its end."""
 ENDING_GRACE: Final = 1.0
-"""The same, and until a killed program is given up, once the worker ends."""
+"""Seconds from SIGTERM to SIGKILL, and from that to giving up, once the worker ends."""
 
 Argument = str | os.PathLike[str]
 
@@ -314,7 +316,7 @@ class Executor:
         if self._end is None:
             await _end_group(process, GRACE, KILL_PATIENCE)
         else:
-            await _end_group(process, min(GRACE, ENDING_GRACE), ENDING_GRACE)
+            await _end_group(process, ENDING_GRACE, ENDING_GRACE)
 
 
 def find_program(name: str) -> pathlib.Path | None:
@@ -367,7 +369,7 @@ async def _settle(reading: asyncio.Future[tuple[None, None, None]], process: pip
     # A grandchild that was left may hold a pipe open for ever: it is given a moment, no more.
     try:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(reading, min(GRACE, 1.0))
+            await asyncio.wait_for(reading, SETTLE_GRACE)
     finally:
         process.transport.close()
 

@@ -150,7 +150,7 @@ WITH back AS (
     UPDATE jobs SET
         state = 'queued', owner = NULL, lease_until = NULL, children = '[]', progress = NULL,
         run_at = now() + make_interval(secs => CASE WHEN cancel_requested THEN 0 ELSE $3 END),
-        error = coalesce($4, error), attempt = attempt - (NOT $5::boolean)::integer,
+        error = coalesce($4, error), attempt = greatest(attempt - (NOT $5::boolean)::integer, 0),
         first_failed_at = CASE WHEN $4::jsonb IS NULL THEN first_failed_at
             ELSE coalesce(first_failed_at, now()) END,
         version = version + 1

@@ -17,7 +17,7 @@ from tests.services import environment
 
 T = TypeVar("T")
 
-LONGER: Final = os.environ.get("VOLUME_WORKER_MACHINE_EXAMPLES")
+LONGER: Final = os.environ.get("MACHINE_EXAMPLES")
 """How many examples to run of each machine, other ones each time; unset: few, always the same."""
 TIMEOUT: Final = 0 if LONGER else 900
 """Seconds for a test: one that fails looks for a shorter way to fail before it tells."""

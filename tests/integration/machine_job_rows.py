@@ -14,7 +14,10 @@ Row = Mapping[str, Any]
 
 _ROWS = """
 SELECT jsonb_build_object(
-    'jobs', (SELECT coalesce(jsonb_agg(to_jsonb(jobs) ORDER BY seq), '[]') FROM jobs),
+    'jobs', (SELECT coalesce(jsonb_agg(to_jsonb(jobs) || jsonb_build_object(
+            'is_due', state = 'queued' AND run_at <= now(),
+            'is_expired', state = 'running' AND lease_until < now()) ORDER BY seq), '[]')
+        FROM jobs),
     'locks', (SELECT coalesce(jsonb_agg(to_jsonb(job_locks) ORDER BY seq, volume_id), '[]')
         FROM job_locks),
     'outbox', (SELECT coalesce(jsonb_agg(to_jsonb(outbox) ORDER BY id), '[]') FROM outbox))
@@ -26,6 +29,8 @@ _UNSEEN = frozenset(
         "owner",
         "lease_token",
         "lease_until",
+        "is_expired",
+        "is_due",
         "run_at",
         "children",
         "reply_to",
@@ -164,6 +169,8 @@ def _stored(row: Row) -> dict[str, object]:
         "attempt": row["attempt"],
         "owner": row["owner"],
         "slot": row["slot"],
+        "due": row["is_due"],
+        "expired": row["is_expired"],
         "endings": row["endings"],
         "cancelled": row["cancel_requested"],
         "begun": row["started_at"] is not None,
@@ -177,6 +184,8 @@ def _expected(job: machine_jobs.Job) -> dict[str, object]:
         "attempt": job.attempt,
         "owner": None if job.owner is None else str(job.owner),
         "slot": job.slot,
+        "due": job.state is JobState.QUEUED and job.is_due,
+        "expired": job.is_expired,
         "endings": job.endings,
         "cancelled": job.is_cancelled,
         "begun": job.has_begun,

@@ -157,6 +157,31 @@ class JobMachine(stateful.RuleBasedStateMachine):
             self.store, new, owner=worker.owner, lease=LEASE, free=worker.free()
         )
 
+    @stateful.precondition(lambda self: self.held())
+    @stateful.rule(
+        which=numbers,
+        worker=numbers,
+        batch=st.lists(requests, min_size=1, max_size=3),
+        becomes=st.none() | st.sampled_from(JobState),
+    )
+    def call(
+        self, which: int, worker: int, batch: Sequence[dict[str, Any]], becomes: JobState | None
+    ) -> None:
+        """A job asks for others; then perhaps it ends, is put back, or is cancelled meanwhile."""
+        holder, job = pick(self.held(), which)
+        place = [one for one in self.model.in_order() if one.holds and one.needs]
+        if self.model.jobs[job.id] in place:
+            parent = place.index(self.model.jobs[job.id]), True
+            self.accept(worker, [{**one, "parent": parent} for one in batch])
+            self.rows_are_as_they_should_be()
+        match becomes:
+            case JobState.CANCELLED:
+                self._cancel(self.model.jobs[job.id], holder)
+            case JobState.QUEUED:
+                self._requeue(holder, job, is_due=True, counts=True)
+            case JobState.SUCCEEDED | JobState.FAILED | JobState.DEAD:
+                self._finish(holder, job, becomes)
+
     @stateful.precondition(lambda self: self.model.jobs)
     @stateful.rule(which=numbers, worker=numbers, is_same=st.booleans())
     def repeat(self, which: int, worker: int, is_same: bool) -> None:
@@ -273,7 +298,9 @@ class JobMachine(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.held())
     @stateful.rule(which=numbers, is_due=st.booleans(), counts=st.booleans())
     def requeue(self, which: int, is_due: bool, counts: bool) -> None:
-        worker, job = pick(self.held(), which)
+        self._requeue(*pick(self.held(), which), is_due=is_due, counts=counts)
+
+    def _requeue(self, worker: Worker, job: jobs.Job, *, is_due: bool, counts: bool) -> None:
         error = errors.TargetError("away") if counts else None
         delay = 0 if is_due else LEASE
         self.ground.run(jobs.requeue(self.store, job, delay=delay, error=error, counts=counts))
@@ -307,7 +334,9 @@ class JobMachine(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.model.jobs)
     @stateful.rule(which=numbers, canceller=numbers)
     def cancel(self, which: int, canceller: int) -> None:
-        job, worker = pick(self.model.in_order(), which), pick(self.workers, canceller)
+        self._cancel(pick(self.model.in_order(), which), pick(self.workers, canceller))
+
+    def _cancel(self, job: machine_jobs.Job, worker: Worker) -> None:
         mine = self.ground.run(
             jobs.cancel(
                 self.store,
@@ -335,10 +364,43 @@ class JobMachine(stateful.RuleBasedStateMachine):
         job.is_due = True
 
     @stateful.precondition(lambda self: any(job.has_ended for job in self.model.jobs.values()))
-    @stateful.rule(which=numbers, dry_run=st.booleans(), is_newest=st.booleans())
+    @stateful.rule(which=numbers, dry_run=st.booleans(), is_newest=is_sound)
     def replay(self, which: int, dry_run: bool, is_newest: bool) -> None:
         ended = [job for job in self.model.in_order() if job.has_ended]
-        job = pick(ended, which)
+        self._replay(pick(ended, which), dry_run=dry_run, is_newest=is_newest)
+
+    @stateful.precondition(lambda self: self.held())
+    @stateful.rule(which=numbers, times=st.integers(1, 2), is_overtaken=st.booleans())
+    def die_and_come_back(self, which: int, times: int, is_overtaken: bool) -> None:
+        worker, job = pick(self.held(), which)
+        expected = self.model.jobs[job.id]
+        for _ in range(times):
+            self._finish(worker, job, JobState.DEAD)
+            self.rows_are_as_they_should_be()
+            if is_overtaken and expected.needs:
+                self._connect_meanwhile(worker, expected.needs[0].volume_id)
+            self._replay(expected, dry_run=False, is_newest=True)
+            self.rows_are_as_they_should_be()
+            self.claim(self.workers.index(worker))
+            if job.id not in worker.held:
+                break
+            job = worker.held[job.id]
+
+    def _connect_meanwhile(self, worker: Worker, volume_id: uuid.UUID) -> None:
+        request = {
+            "needs": [(self.volumes.index(volume_id), LockMode.CONTROL, True)],
+            "slot": Slot.WAITING,
+            "parent": None,
+            "method": "initialize_connection",
+        }
+        self.accept(self.workers.index(worker), [request])
+        self.rows_are_as_they_should_be()
+        new = self.model.in_order()[-1]
+        if new.id in worker.held:
+            self._finish(worker, worker.held[new.id], JobState.SUCCEEDED)
+            self.rows_are_as_they_should_be()
+
+    def _replay(self, job: machine_jobs.Job, *, dry_run: bool, is_newest: bool) -> None:
         ending = job.endings if is_newest else job.endings - 1
         revival = self.ground.run(
             replays.revive(
@@ -442,5 +504,5 @@ def test_jobs_keep_their_order_their_owner_and_their_volumes(
             def __init__(self) -> None:
                 super().__init__(ground)
 
-        settings = machine_bench.settings(examples=50, steps=40)
+        settings = machine_bench.settings(examples=80, steps=40)
         stateful.run_state_machine_as_test(Machine, settings=settings)

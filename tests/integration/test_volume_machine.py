@@ -1,74 +1,23 @@
 """Whatever jobs do to volumes, and wherever they are cut short, no record is left out of order."""
 
-import dataclasses
-import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import stateful
 
-from messages import errors, requests
-from messages.resources import JobState, VolumeStatus
-from tests.integration import machine_bench, machine_volume_rows, machine_volumes, store_bench
+from messages.resources import JobState
+from tests.integration import machine_bench, machine_volume_steps
 from tests.integration.machine_bench import pick
+from tests.integration.machine_volume_steps import STEPS, Complete, Connect, Disconnect, Export
 from tests.integration.machine_volumes import Kind
 from tests.integration.store_bench import HERE, PLENTY
 from tests.services import environment
-from worker.store import connections, database, jobs, reconciliation, volumes
-
-LEASE = 3600.0
-SIZE = 1024
-VOLUMES = 2
+from worker.store import jobs, volumes
 
 numbers = st.integers(0, 11)
 keys = st.sampled_from(["one", "two"])
 bad_ends = st.sampled_from([JobState.FAILED, JobState.CANCELLED, JobState.DEAD])
-
-
-_STEPS = (Kind.CREATE, *machine_volumes.PASSING)
-"""Kinds that take more than one step."""
-
-
-def connector(key: str, access_mode: str) -> requests.Connector:
-    return requests.Connector.model_validate(
-        {"host": "b", "initiator": "iqn.b", "connection_key": key, "mode": access_mode}
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Export:
-    """A job records who asked for its volume's export."""
-
-    export: volumes.Export
-
-
-@dataclasses.dataclass(frozen=True)
-class Connect:
-    """A job begins a connection, or finds it."""
-
-    key: str
-    access_mode: str
-    is_local: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Complete:
-    """A job has got from its target what a connection needs."""
-
-    key: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Disconnect:
-    """A job begins to end a connection, or all, and may stop half-way."""
-
-    key: str | None
-    is_cut_short: bool
-
-
-Step = Export | Connect | Complete | Disconnect
 sharing_steps = st.one_of(
     st.builds(Export, st.sampled_from(volumes.Export)),
     st.builds(Connect, keys, st.sampled_from(["rw", "rw", "ro"]), st.booleans()),
@@ -77,49 +26,17 @@ sharing_steps = st.one_of(
 )
 
 
-class VolumeMachine(stateful.RuleBasedStateMachine):
+class VolumeMachine(machine_volume_steps.Actions):
     """Jobs that go through the steps of their methods, and end or are lost between any two."""
-
-    def __init__(self, ground: machine_bench.Ground) -> None:
-        super().__init__()
-        ground.clear()
-        self.ground = ground
-        self.store = ground.store
-        self.ids = machine_bench.ids()
-        self.volumes = [next(self.ids) for _ in range(VOLUMES)]
-        self.owner = next(self.ids)
-        self.model = machine_volumes.Model()
-        self.held: dict[uuid.UUID, jobs.Job] = {}
-        self.lost: list[jobs.Job] = []
-        self.rows = machine_volume_rows.read(ground)
-
-    # What there is to choose from
-
-    def running(self, *kinds: Kind) -> list[machine_volumes.Job]:
-        """Jobs of some kinds at work."""
-        return [job for job in self.model.jobs if job.id in self.held and job.kind in kinds]
-
-    def holding(self, *kinds: Kind) -> list[machine_volumes.Job]:
-        """Jobs of some kinds that hold their volume in a passing status."""
-        return [job for job in self.running(*kinds) if self._is_held_by(job)]
-
-    def _is_held_by(self, job: machine_volumes.Job) -> bool:
-        volume = self.model.volumes.get(job.volume_id)
-        return volume is not None and volume.holder == job.id
-
-    def _volume(self, job: machine_volumes.Job) -> machine_volumes.Volume:
-        return self.model.volumes[job.volume_id]
-
-    # Jobs
 
     @stateful.initialize()
     def make_volumes(self) -> None:
-        for which in range(VOLUMES):
-            self.carry_out(Kind.CREATE, which, 1, None, is_lost=False)
-        self.carry_out(Kind.ATTACH, 0, 3, None, is_lost=False)
+        for volume_id in self.volumes:
+            self._carry_out(Kind.CREATE, volume_id, 1, None, is_lost=False)
+        self._carry_out(Kind.ATTACH, self.volumes[0], 3, None, is_lost=False)
 
     @stateful.rule(
-        kind=st.sampled_from(_STEPS),
+        kind=st.sampled_from(STEPS),
         which=numbers,
         steps=st.integers(0, 3),
         state=st.none() | bad_ends,
@@ -128,58 +45,58 @@ class VolumeMachine(stateful.RuleBasedStateMachine):
     def carry_out(
         self, kind: Kind, which: int, steps: int, state: JobState | None, is_lost: bool
     ) -> None:
-        self.request(kind, which)
-        job = self.model.jobs[-1]
-        if job.id not in self.held:
-            return
-        self.rows_are_as_they_should_be()
-        self._steps(job, steps)
-        if is_lost:
-            lost = self.held[job.id]
-            self._lose(lost)
-            self.rows_are_as_they_should_be()
-            self._write_too_late(lost, job.volume_id, kind, JobState.FAILED)
-        self._end(job, state)
+        self._carry_out(kind, self._fitting(kind, which), steps, state, is_lost=is_lost)
 
-    @stateful.rule(which=numbers, steps=st.lists(sharing_steps), state=st.none() | bad_ends)
-    def share(self, which: int, steps: Sequence[Step], state: JobState | None) -> None:
-        self.request(Kind.SHARE, which)
+    @stateful.rule(steps=st.integers(0, 1), state=st.none() | bad_ends)
+    def create_twice(self, steps: int, state: JobState | None) -> None:
+        """Two want to create the same volume, and the second waits for the first."""
+        volume_id = self._new_volume()
+        self._request(Kind.CREATE, volume_id)
+        first = self.model.jobs[-1]
+        self._request(Kind.CREATE, volume_id)
+        second = self.model.jobs[-1]
+        if first.id in self.held:
+            self._steps(first, steps)
+            self._end(first, state, is_lost=False)
+        self.check()
+        self.claim()
+        if second.id in self.held:
+            self._steps(second, 2)
+
+    @stateful.rule(
+        which=numbers,
+        steps=st.lists(sharing_steps, min_size=1, max_size=5),
+        state=st.none() | bad_ends,
+        is_lost=st.booleans(),
+    )
+    def share(
+        self,
+        which: int,
+        steps: Sequence[machine_volume_steps.Step],
+        state: JobState | None,
+        is_lost: bool,
+    ) -> None:
+        self._request(Kind.SHARE, pick(self.volumes, which))
         job = self.model.jobs[-1]
         if job.id in self.held:
-            self.rows_are_as_they_should_be()
+            self.check()
             self._share(job, steps)
-            self._end(job, state)
-
-    def _end(self, job: machine_volumes.Job, state: JobState | None) -> None:
-        if state is None:
-            self._succeed(job)
-        else:
-            self._fail(job, state, is_known=False)
+            self._end(job, state, is_lost=is_lost)
 
     @stateful.rule(kind=st.sampled_from(Kind), which=numbers)
     def request(self, kind: Kind, which: int) -> None:
-        job = machine_volumes.Job(next(self.ids), kind, pick(self.volumes, which))
-        (stored,) = self.ground.run(
-            jobs.accept(
-                self.store,
-                [store_bench.job(_need(job), id=job.id)],
-                owner=self.owner,
-                lease=LEASE,
-                free=PLENTY,
-            )
-        )
-        self.model.accept(job)
-        assert stored.verdict == str(job.state)
-        assert (stored.job.refusal or {"code": None})["code"] == job.refusal
-        if job.refusal is not None:
-            self._finish(job, stored.job, JobState.FAILED, None)
-        elif job.is_running:
-            self.held[job.id] = stored.job
+        self._request(kind, pick(self.volumes, which))
 
     @stateful.rule()
     def claim(self) -> None:
         claimed = self.ground.run(
-            jobs.claim(self.store, owner=self.owner, lease=LEASE, free=PLENTY, addresses=[HERE])
+            jobs.claim(
+                self.store,
+                owner=self.owner,
+                lease=machine_volume_steps.LEASE,
+                free=PLENTY,
+                addresses=[HERE],
+            )
         )
         expected = self.model.next_jobs()
         assert {one.id for one in claimed} == {job.id for job in expected}
@@ -192,20 +109,6 @@ class VolumeMachine(stateful.RuleBasedStateMachine):
     def lose_its_worker(self, which: int) -> None:
         self._lose(pick(list(self.held.values()), which))
 
-    def _lose(self, job: jobs.Job) -> None:
-        """Another worker takes a job over, and what waits for its turn with it."""
-        self.ground.execute(
-            "UPDATE jobs SET lease_until = now() - interval '1 second' WHERE id = $1", job.id
-        )
-        self.lost.append(job)
-        claimed = self.ground.run(
-            jobs.claim(self.store, owner=self.owner, lease=LEASE, free=PLENTY, addresses=[HERE])
-        )
-        for one in self.model.next_jobs():
-            one.state = JobState.RUNNING
-        self.held.update({one.id: one for one in claimed})
-        assert self.held[job.id].lease_token > job.lease_token
-
     @stateful.precondition(lambda self: self.held)
     @stateful.rule(which=numbers)
     def requeue(self, which: int) -> None:
@@ -215,362 +118,48 @@ class VolumeMachine(stateful.RuleBasedStateMachine):
         expected.state = JobState.QUEUED
         self.lost.append(self.held.pop(job.id))
 
-    # Steps
-
-    @stateful.precondition(lambda self: self.running(*_STEPS))
+    @stateful.precondition(lambda self: self.running(*STEPS))
     @stateful.rule(which=numbers, steps=st.integers(1, 3))
     def go_on(self, which: int, steps: int) -> None:
-        self._steps(pick(self.running(*_STEPS), which), steps)
-
-    def _steps(self, job: machine_volumes.Job, steps: int) -> None:
-        for _ in range(steps):
-            self._go_on(job)
-            self.rows_are_as_they_should_be()
-
-    def _go_on(self, job: machine_volumes.Job) -> None:
-        """The next step of a job's method; once it holds its volume, what comes then."""
-        attachment_id = _attachment_id(job.id)
-        match job.kind:
-            case Kind.CREATE:
-                self._begin_volume(job)
-            case Kind.ATTACH if self._is_held_by(job):
-                if attachment_id in self._volume(job).attachments:
-                    self._complete_attachment(job)
-                else:
-                    self._add_attachment(job)
-            case Kind.DETACH if self._is_held_by(job):
-                self._end_attachments(job)
-            case _:
-                self._take_volume(job)
+        self._steps(pick(self.running(*STEPS), which), steps)
 
     @stateful.precondition(lambda self: self.holding(Kind.ATTACH))
     @stateful.rule(which=numbers)
     def undo_attaching(self, which: int) -> None:
         self._end_attachments(pick(self.holding(Kind.ATTACH), which))
 
-    @stateful.precondition(lambda self: self.running(*_STEPS))
+    @stateful.precondition(lambda self: self.running(*STEPS))
     @stateful.rule(which=numbers)
     def start_over(self, which: int) -> None:
-        job = pick(self.running(*_STEPS), which)
+        job = pick(self.running(*STEPS), which)
         if job.kind is Kind.CREATE:
             self._begin_volume(job)
         else:
             self._take_volume(job)
 
-    def _begin_volume(self, job: machine_volumes.Job) -> None:
-        begin = self._begin(self.held[job.id], job.volume_id)
-        there = self.model.volumes.get(job.volume_id)
-        if there is not None and there.created_by != job.id:
-            with pytest.raises(errors.VolumeExists):
-                self.ground.run(begin)
-            return
-        made = self.ground.run(begin)
-        if there is None:
-            volume = machine_volumes.Volume(job.volume_id, job.id, job.id)
-            self.model.volumes[job.volume_id] = volume
-        else:
-            there.seq += 1
-        assert made.seq == self._volume(job).seq
-
-    async def _begin(self, job: jobs.Job, volume_id: uuid.UUID) -> volumes.Volume:
-        return await volumes.begin(
-            self.store, job, volume_id=volume_id, name="v", size_bytes=SIZE, metadata={}
-        )
-
-    def _take_volume(self, job: machine_volumes.Job) -> None:
-        volume = self.model.volumes.get(job.volume_id)
-        if volume is not None and job.kind in machine_volumes.IDLE and not volume.is_idle:
-            return  # its operation looks for that first
-        take = self._take(self.held[job.id], job.kind, job.volume_id)
-        allowed = machine_volumes.PASSING[job.kind].allowed
-        if volume is None:
-            with pytest.raises(errors.VolumeNotFound):
-                self.ground.run(take)
-        elif volume.status not in allowed and volume.holder != job.id:
-            with pytest.raises(errors.InvalidVolumeStatus):
-                self.ground.run(take)
-        else:
-            taken = self.ground.run(take)
-            volume.take(job)
-            assert (taken.seq, taken.status) == (volume.seq, volume.status)
-
-    async def _take(self, job: jobs.Job, kind: Kind, volume_id: uuid.UUID) -> volumes.Volume:
-        passing = machine_volumes.PASSING[kind]
-        return await volumes.take(
-            self.store,
-            job,
-            volume_id,
-            allowed=passing.allowed,
-            status=passing.status,
-            attach_status=passing.attach_status,
-        )
-
-    def _add_attachment(self, job: machine_volumes.Job) -> None:
-        self.ground.run(self._begin_attachment(self.held[job.id], job.volume_id))
-        self._volume(job).attachments.setdefault(
-            _attachment_id(job.id), volumes.AttachmentStatus.ATTACHING
-        )
-
-    async def _begin_attachment(self, job: jobs.Job, volume_id: uuid.UUID) -> object:
-        return await volumes.begin_attachment(
-            self.store,
-            job,
-            _attachment_id(job.id),
-            volume_id=volume_id,
-            instance_uuid=None,
-            host_name="b",
-            mountpoint="/dev/vdb",
-            mode="rw",
-        )
-
-    def _complete_attachment(self, job: machine_volumes.Job) -> None:
-        attached = volumes.AttachmentStatus.ATTACHED
-        attachment_id = _attachment_id(job.id)
-        if attachment_id in self._volume(job).attachments:
-            self.ground.run(
-                volumes.set_attachment(self.store, self.held[job.id], attachment_id, attached)
-            )
-            self._volume(job).attachments[attachment_id] = attached
-
-    def _end_attachments(self, job: machine_volumes.Job) -> None:
-        self.ground.run(volumes.end_attachments(self.store, self.held[job.id], job.volume_id, None))
-        self._volume(job).attachments.clear()
-
-    # Exports and connections
-
     @stateful.precondition(lambda self: self.running(Kind.SHARE))
     @stateful.rule(which=numbers, steps=st.lists(sharing_steps, min_size=1, max_size=3))
-    def go_on_sharing(self, which: int, steps: Sequence[Step]) -> None:
+    def go_on_sharing(self, which: int, steps: Sequence[machine_volume_steps.Step]) -> None:
         self._share(pick(self.running(Kind.SHARE), which), steps)
-
-    def _share(self, job: machine_volumes.Job, steps: Sequence[Step]) -> None:
-        for step in steps:
-            if job.volume_id not in self.model.volumes:
-                return
-            match step:
-                case Export(export):
-                    self._set_export(job, export)
-                case Connect(key, access_mode, is_local):
-                    self._begin_connection(job, key, access_mode, is_local)
-                case Complete(key):
-                    self._complete_connection(job, key)
-                case Disconnect(which, is_cut_short):
-                    self._disconnect(job, which, is_cut_short)
-            self.rows_are_as_they_should_be()
-
-    def _set_export(self, job: machine_volumes.Job, export: volumes.Export) -> None:
-        self.ground.run(
-            volumes.set_export(self.store, self.held[job.id], job.volume_id, export, "at")
-        )
-        self._volume(job).set_export(job, export)
-
-    def _begin_connection(
-        self, job: machine_volumes.Job, key: str, access_mode: str, local: bool
-    ) -> None:
-        begin = self._connect(self.held[job.id], job.volume_id, key, access_mode, local)
-        there = self._volume(job).live(key)
-        if there is None:
-            made = self.ground.run(begin)
-            self._volume(job).connections[made.id] = machine_volumes.Connection(
-                key, access_mode, local, job.id
-            )
-            return
-        connection_id, one = there
-        is_same = (one.access_mode, one.is_local) == (access_mode, local)
-        if is_same:
-            assert self.ground.run(begin).id == connection_id
-        else:
-            with pytest.raises(errors.InvalidConnector):
-                self.ground.run(begin)
-        if one.state is connections.State.ENDING:
-            one.made_by = job.id
-            one.state = connections.State.MAKING if is_same else one.state
-
-    async def _connect(
-        self, job: jobs.Job, volume_id: uuid.UUID, key: str, access_mode: str, local: bool
-    ) -> connections.Connection:
-        return await connections.begin(
-            self.store,
-            job,
-            volume_id,
-            connector(key, access_mode),
-            is_local=local,
-            credentials={"password": "secret"},
-        )
-
-    def _complete_connection(self, job: machine_volumes.Job, key: str) -> None:
-        there = self._volume(job).live(key)
-        if there is None or there[1].state is connections.State.ENDING:
-            return
-        live = self.ground.run(self._complete(self.held[job.id], there[0]))
-        assert connections.with_secrets(live) == {"lun": 1, "auth_password": "secret"}
-        there[1].state = connections.State.LIVE
-
-    async def _complete(self, job: jobs.Job, connection_id: uuid.UUID) -> connections.Connection:
-        connection = await connections.find(self.store, connection_id)
-        assert connection is not None
-        return await connections.live(
-            self.store,
-            job,
-            connection,
-            driver_volume_type="iscsi",
-            data={"lun": 1},
-            secrets={"auth_password": "secret"},
-        )
-
-    def _disconnect(self, job: machine_volumes.Job, key: str | None, is_cut_short: bool) -> None:
-        held, volume = self.held[job.id], self._volume(job)
-        chosen = {
-            one_id: one
-            for one_id, one in volume.connections.items()
-            if not one.has_ended and key in {None, one.key}
-        }
-        ids = None if key is None else list(chosen)
-        ending = self.ground.run(connections.ending(self.store, held, volume.id, ids))
-        assert {one.id for one in ending} == set(chosen)
-        for one in ending:
-            chosen[one.id].state = connections.State.ENDING
-            if not is_cut_short:
-                self.ground.run(connections.ended(self.store, held, one))
-                chosen[one.id].state = connections.State.ENDED
-
-    # Ends
 
     @stateful.precondition(lambda self: self.held)
     @stateful.rule(which=numbers)
     def succeed(self, which: int) -> None:
         self._succeed(pick(self.running(*Kind), which))
 
-    def _succeed(self, job: machine_volumes.Job) -> None:
-        columns = self._good_end(job)
-        if columns is None:
-            return
-        held = self.held.pop(job.id)
-        self._finish(job, held, JobState.SUCCEEDED, jobs.VolumeChange(job.volume_id, **columns))
-
-    def _good_end(self, job: machine_volumes.Job) -> dict[str, Any] | None:
-        """What becomes of a volume whose job has done all its steps; None where it has not."""
-        volume = self.model.volumes.get(job.volume_id)
-        if job.kind is Kind.SHARE:
-            return None if volume is None else {}
-        if volume is None or volume.holder != job.id:
-            return None
-        attached = volumes.AttachmentStatus.ATTACHED in volume.attachments.values()
-        match job.kind:
-            case Kind.CREATE:
-                return {"columns": {"status": VolumeStatus.AVAILABLE}}
-            case Kind.DELETE:
-                return {"drop": True}
-            case Kind.EXTEND | Kind.OVERWRITE:
-                return {"columns": {"status": volume.previous}}
-            case Kind.ATTACH if attached:
-                return {"columns": {"status": VolumeStatus.IN_USE, "attach_status": "attached"}}
-            case Kind.DETACH if not attached:
-                return {"columns": {"status": VolumeStatus.AVAILABLE, "attach_status": "detached"}}
-            case _:
-                return None
-
     @stateful.precondition(lambda self: self.held)
     @stateful.rule(which=numbers, state=bad_ends, is_known=st.booleans())
     def fail(self, which: int, state: JobState, is_known: bool) -> None:
         self._fail(pick(self.running(*Kind), which), state, is_known=is_known)
-
-    def _fail(self, job: machine_volumes.Job, state: JobState, *, is_known: bool) -> None:
-        change = None
-        if is_known and self._is_held_by(job):
-            # Nothing has come of it, and its worker knows.
-            match job.kind:
-                case Kind.CREATE:
-                    change = jobs.VolumeChange(job.volume_id, drop=True)
-                case Kind.DELETE | Kind.EXTEND | Kind.OVERWRITE:
-                    columns = {"status": self._volume(job).previous}
-                    change = jobs.VolumeChange(job.volume_id, columns)
-        self._finish(job, self.held.pop(job.id), state, change)
-
-    def _finish(
-        self,
-        job: machine_volumes.Job,
-        held: jobs.Job,
-        state: JobState,
-        change: jobs.VolumeChange | None,
-    ) -> None:
-        ended = self.ground.run(jobs.finish(self.store, _ending(held, state, change)))
-        self.lost.append(held)
-        job.state = state
-        volume = self.model.volumes.get(job.volume_id)
-        is_held = volume is not None and volume.holder == job.id
-        if volume is None or (change is None and not is_held):
-            assert ended.event is None
-            return
-        assert ended.event is not None
-        if change is not None and change.drop:
-            del self.model.volumes[volume.id]
-            assert ended.event["seq"] == volume.seq + 1
-            assert ended.event["volume"]["status"] == VolumeStatus.DELETED
-            return
-        columns = {} if change is None else change.columns
-        if "status" not in columns and is_held:
-            volume.settle()
-        volume.status = columns.get("status", volume.status)
-        volume.attach_status = columns.get("attach_status", volume.attach_status)
-        volume.release(job, state)
-        assert ended.event["seq"] == volume.seq
-        assert ended.event["volume"]["status"] == volume.status
-
-    # Writes that come too late
 
     @stateful.precondition(lambda self: self.lost)
     @stateful.rule(which=numbers, volume=numbers, kind=st.sampled_from(Kind), state=bad_ends)
     def write_too_late(self, which: int, volume: int, kind: Kind, state: JobState) -> None:
         self._write_too_late(pick(self.lost, which), pick(self.volumes, volume), kind, state)
 
-    def _write_too_late(
-        self, job: jobs.Job, volume_id: uuid.UUID, kind: Kind, state: JobState
-    ) -> None:
-        for write in self._late_writes(job, volume_id, kind, state):
-            # What has no row to answer with says nothing, or what else is in its way.
-            with pytest.raises((database.LeaseLost, errors.VolumeWorkerError)):
-                self.ground.run(write())
-        for connection in self._connections(volume_id):
-            self.ground.run(connections.ended(self.store, job, connection))
-        assert self.ground.run(connections.ending(self.store, job, volume_id)) == []
-        self.ground.run(volumes.end_attachments(self.store, job, volume_id, None))
-        assert machine_volume_rows.read(self.ground) == self.rows
-
-    def _late_writes(
-        self, job: jobs.Job, volume_id: uuid.UUID, kind: Kind, state: JobState
-    ) -> Sequence[Callable[[], Coroutine[Any, Any, object]]]:
-        store, attached = self.store, volumes.AttachmentStatus.ATTACHED
-        change = jobs.VolumeChange(volume_id, {"status": VolumeStatus.AVAILABLE})
-        taken = kind if kind in machine_volumes.PASSING else Kind.EXTEND
-        return [
-            lambda: self._begin(job, volume_id),
-            lambda: self._take(job, taken, volume_id),
-            lambda: volumes.set_export(store, job, volume_id, volumes.Export.EXPLICIT),
-            lambda: self._begin_attachment(job, volume_id),
-            *(
-                lambda one=row["id"]: volumes.set_attachment(store, job, one, attached)
-                for row in self.rows.attachments
-            ),
-            lambda: self._connect(job, volume_id, "one", "rw", local=False),
-            *(
-                lambda one=connection: self._complete(job, one.id)
-                for connection in self._connections(volume_id)
-            ),
-            lambda: jobs.finish(store, _ending(job, state, change)),
-        ]
-
-    def _connections(self, volume_id: uuid.UUID) -> Sequence[connections.Connection]:
-        return self.ground.run(connections.of_volume(self.store, volume_id))
-
-    # What is always so
-
     @stateful.invariant()
     def rows_are_as_they_should_be(self) -> None:
-        before, self.rows = self.rows, machine_volume_rows.read(self.ground)
-        machine_volume_rows.check_alone(self.rows)
-        machine_volume_rows.check_step(before, self.rows)
-        machine_volume_rows.check_model(self.rows, self.model)
+        self.check()
 
     @stateful.invariant()
     def there_is_nothing_to_mend(self) -> None:
@@ -579,48 +168,6 @@ class VolumeMachine(stateful.RuleBasedStateMachine):
         assert {one.volume_id for one in found} == {
             volume.id for volume in self.model.volumes.values() if self._is_left(volume)
         }
-
-    async def _to_mend(
-        self,
-    ) -> tuple[list[reconciliation.Misplaced], list[connections.Leftover]]:
-        return (
-            await reconciliation.misplaced(self.store, HERE),
-            await connections.leftovers(self.store, HERE),
-        )
-
-    def _is_left(self, volume: machine_volumes.Volume) -> bool:
-        """Whether no job will end a connection or an export that nobody needs any more."""
-        states = {one.state for one in volume.connections.values()}
-        is_served = any(
-            not one.has_ended and not one.is_local for one in volume.connections.values()
-        )
-        is_half = bool(states & {connections.State.MAKING, connections.State.ENDING})
-        is_unused = volume.export is volumes.Export.IMPLICIT and not is_served
-        return not self.model.at_work_on(volume.id) and (is_half or is_unused)
-
-
-def _need(job: machine_volumes.Job) -> jobs.Need:
-    passing = machine_volumes.PASSING.get(job.kind)
-    return jobs.Need(
-        job.volume_id,
-        job.mode,
-        known=job.kind is not Kind.CREATE,
-        idle=job.kind in machine_volumes.IDLE,
-        statuses=passing.allowed
-        if passing is not None and job.kind in machine_volumes.CHECKED
-        else None,
-    )
-
-
-def _attachment_id(job_id: uuid.UUID) -> uuid.UUID:
-    return uuid.uuid5(job_id, "attachment")
-
-
-def _ending(job: jobs.Job, state: JobState, change: jobs.VolumeChange | None) -> jobs.Ending:
-    is_good = state is JobState.SUCCEEDED
-    error = None if is_good else errors.TargetError("away")
-    result: Mapping[str, Any] | None = {} if is_good else None
-    return jobs.Ending(job, state, result=result, error=error, change=change)
 
 
 @pytest.mark.timeout(machine_bench.TIMEOUT)
@@ -635,3 +182,40 @@ def test_no_volume_is_left_where_no_job_takes_it_on(
 
         settings = machine_bench.settings(examples=40, steps=40)
         stateful.run_state_machine_as_test(Machine, settings=settings)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_job_may_end_badly_after_any_of_its_steps(
+    installation: environment.Installation, kind: Kind, is_lost: bool
+) -> None:
+    with machine_bench.opened(installation) as ground:
+        for steps in range(4):
+            machine = VolumeMachine(ground)
+            machine.make_volumes()
+            machine.carry_out(kind, 1, steps, JobState.DEAD, is_lost)
+            machine.check()
+            machine.there_is_nothing_to_mend()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_a_job_leaves_of_a_connection_is_found_or_is_whole(
+    installation: environment.Installation, is_lost: bool
+) -> None:
+    steps = [
+        Export(volumes.Export.IMPLICIT),
+        Connect("one", "rw", is_local=False),
+        Complete("one"),
+        Disconnect("one", is_cut_short=True),
+        Connect("one", "rw", is_local=False),
+        Disconnect(None, is_cut_short=False),
+        Connect("one", "ro", is_local=True),
+        Export(volumes.Export.NONE),
+    ]
+    with machine_bench.opened(installation) as ground:
+        for count in range(1, len(steps) + 1):
+            machine = VolumeMachine(ground)
+            machine.make_volumes()
+            machine.share(0, steps[:count], JobState.DEAD, is_lost)
+            machine.check()
+            machine.there_is_nothing_to_mend()

@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import pydantic
+
 from messages import errors, resources
 from messages.resources import VolumeStatus
 from worker.store import database, jobs
@@ -38,15 +40,19 @@ class Volume(resources.Volume):
     status_job: uuid.UUID | None
     previous_status: VolumeStatus | None
 
+    _record: Mapping[str, Any] = pydantic.PrivateAttr(default_factory=dict)
+    """As the database made it, and as it is sent."""
+
     def event(self) -> dict[str, Any]:
         """The body of its event."""
-        record = resources.Volume.model_validate(self.model_dump()).to_wire()
-        return {"at": record["updated_at"], "seq": self.seq, "volume": record}
+        return {"at": self._record["updated_at"], "seq": self.seq, "volume": self._record}
 
 
 def from_row(row: database.Row) -> Volume:
     """A volume from its row."""
-    return Volume.model_validate({**row["record"], **{name: row[name] for name in _INTERNAL}})
+    volume = Volume.model_validate({**row["record"], **{name: row[name] for name in _INTERNAL}})
+    volume._record = row["record"]  # noqa: SLF001 - made here alone
+    return volume
 
 
 _INTERNAL = ("seq", "export", "export_job", "created_by", "status_job", "previous_status")
