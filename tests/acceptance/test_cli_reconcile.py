@@ -193,7 +193,11 @@ async def test_the_table_says_what_is_wrong_and_what_became_of_it(
     volume = await volumes.create(worker.at("fast"))
     await volumes.connect(volume)
     ended = await command.run("reconcile", "--config", worker.config)
-    assert (ended.code, ended.stdout, ended.stderr) == (0, "nothing is wrong\n", "")
+    assert (ended.code, ended.stdout, ended.stderr) == (
+        0,
+        f"nothing is wrong at {worker.at('fast')}\n",
+        "",
+    )
     await reconciling.set_volume(installation, volume, status="maintenance")
     ended = await command.run("reconcile", "--config", worker.config)
     assert ended.code == 1

@@ -52,7 +52,7 @@ def read(folder: pathlib.Path) -> Record | None:
         return None
     except (ValueError, TypeError, KeyError):
         log.warning("storage_daemon.record_unreadable", path=str(folder / FILE))
-        sockets = folder / _SOCKETS
+        sockets = (folder / _SOCKETS).resolve()
         return Record(sockets, configuration="") if sockets.is_dir() else None
     # Ticks since another boot name nothing.
     same_boot = found.boot_id == children.boot_id()
@@ -67,15 +67,20 @@ async def write(folder: pathlib.Path, record: Record) -> None:
 
 def make_sockets_folder(folder: pathlib.Path) -> pathlib.Path:
     """A folder for sockets: in ``folder``, or, where that is too long a path, a short one."""
+    sockets = folder / _SOCKETS
+    if sockets.is_symlink():
+        sockets.unlink()
+    shutil.rmtree(sockets, ignore_errors=True)
     if len(os.fsencode(folder)) + len(LONGEST_SOCKET_NAME) <= SOCKET_PATH_LIMIT:
-        sockets = folder / _SOCKETS
-        shutil.rmtree(sockets, ignore_errors=True)
         durable.make_private(sockets)
         return sockets
     try:
-        return pathlib.Path(tempfile.mkdtemp(prefix="volume-worker-", dir=_short_folder()))
+        short = pathlib.Path(tempfile.mkdtemp(prefix="volume-worker-", dir=_short_folder()))
+        # So that it is found where the record cannot be read.
+        sockets.symlink_to(short)
     except OSError as error:
         raise errors.TargetError(f"no folder for sockets can be made: {error}") from error
+    return short
 
 
 def _short_folder() -> str:
@@ -91,4 +96,6 @@ def remove(folder: pathlib.Path) -> None:
     found = read(folder)
     if found is not None:
         shutil.rmtree(found.sockets, ignore_errors=True)
+    if (folder / _SOCKETS).is_symlink():
+        (folder / _SOCKETS).unlink()
     (folder / FILE).unlink(missing_ok=True)
