@@ -70,7 +70,7 @@ WITH input AS (
         WHERE volumes.id = ANY (jobs.volume_ids) AND status_job = jobs.id LIMIT 1)) AS volume_id
     FROM jobs JOIN input ON input.id = jobs.id AND input.lease_token = jobs.lease_token
     WHERE jobs.state = 'running'
-        -- One whose volume's record was lost with the database's machine has to make it again.
+        -- One whose volume's record is gone has not made what it says: it runs again.
         AND (input.state <> 'succeeded' OR change IS NULL OR change ? 'drop'
             OR EXISTS (SELECT FROM volumes WHERE volumes.id = (change ->> 'id')::uuid))
     ORDER BY jobs.id FOR UPDATE OF jobs

@@ -19,9 +19,7 @@ LIMIT $4;
 -- the id is taken, or the job lost its lease.
 -- $1 jobs, $2 fencing tokens, $3 ids, $4 names, $5 sizes in bytes, $6 metadata, $7 addresses.
 WITH mine AS (
-    -- A crash of the database may lose it. Its job then finds it gone (see finish_jobs), and comes again.
-    SELECT jobs.id AS job_id, input.*, set_config('synchronous_commit', 'off', true)
-    FROM unnest(
+    SELECT jobs.id AS job_id, input.* FROM unnest(
             $1::uuid[], $2::bigint[], $3::uuid[], $4::text[], $5::bigint[], $6::jsonb[], $7::text[]
         ) AS input (job, token, id, name, size_bytes, metadata, address)
         JOIN jobs ON jobs.id = input.job AND jobs.lease_token = input.token

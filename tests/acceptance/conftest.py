@@ -80,5 +80,5 @@ async def hosts(
         yield Hosts(site, made[0], made[1], made[2], caller, own)
         await own.clean()
     for worker in made:
-        assert worker.leftovers() == []
+        assert await worker.leaves() == []
         assert not worker.nbd_serves()

@@ -95,6 +95,8 @@ async def test_while_one_of_two_workers_has_a_long_job_nine_short_ones_are_done(
         for sent in short:
             assert (await caller.result(sent)).body["ok"]
         assert not caller.results(long)
+        # A drain would wait for it.
+        await caller.call("cancel_job", at, {"job_id": long.message_id})
 
 
 @pytest.mark.parametrize("who", ["a caller", "a listener"])

@@ -524,3 +524,16 @@ async def test_batches_that_need_the_same_volumes_the_other_way_round_do_not_dea
         batches.append([job(need(volume_id)) for volume_id in turned])
     await asyncio.gather(*(bench.other().accept(*batch) for batch in batches))
     assert len(await bench.rows("SELECT FROM jobs WHERE state = 'running'")) == len(ids)
+
+
+async def test_a_job_whose_volumes_record_is_gone_does_not_end_well(
+    bench: store_bench.Bench,
+) -> None:
+    volume_id = uuid.uuid4()
+    one = await bench.started(need(volume_id))
+    await volumes.begin(bench.store, one, volume_id=volume_id, name="v", size_bytes=1, metadata={})
+    await bench.rows("DELETE FROM volumes WHERE id = $1", volume_id)
+    change = jobs.VolumeChange(volume_id, {"status": "available"})
+    with pytest.raises(database.LeaseLost):
+        await bench.finish(one, result=None, change=change)
+    assert await bench.state_of(one.id) == "running"

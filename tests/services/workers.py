@@ -177,6 +177,13 @@ class Worker:
         found = children.mentioning(str(self.state_dir))
         return [one for one in found if not self.is_running or one.pid != self.pid]
 
+    async def leaves(self) -> list[children.Found]:
+        """What it leaves running: a live worker may be just running a program, and ends that."""
+        deadline = time.monotonic() + 5
+        while (left := self.leftovers()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return left
+
     # Looking
 
     def readyz(self) -> tuple[int, dict[str, Any]]:

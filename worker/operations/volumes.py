@@ -7,7 +7,6 @@ from typing import Final
 from messages import errors, requests
 from messages.resources import VolumeStatus
 from worker import backend as backends
-from worker.drivers import base as drivers
 from worker.operations import base, exports
 from worker.store import connections, jobs, volumes
 
@@ -57,15 +56,7 @@ async def _take_back_create(context: base.Context) -> None:
     args: requests.CreateVolume = context.args
     volume_id = _new_id(context.job.id, args)
     volume = await volumes.find(context.store, volume_id)
-    if volume is None:
-        if context.job.resumed:
-            # Its record may have been lost with the database's machine, what it names not.
-            made = drivers.Volume(
-                volume_id, args.volume.name, args.volume.size_bytes, args.volume.metadata, None
-            )
-            await context.backend.driver.delete_volume(made)
-        return
-    if volume.status_job != context.job.id:
+    if volume is None or volume.status_job != context.job.id:
         return
     await context.backend.driver.delete_volume(base.reference(volume))
     context.backend.changed.set()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, cast
 
@@ -79,6 +80,7 @@ class Database:
         self._patience = patience
         self._statement_timeout = statement_timeout
         self._trouble = ""
+        self._answered_at = 0.0
         self._batches: dict[object, batch.Batch[Any, Any]] = {}
         self.statements = 0
         """How many statements were sent: each is one round trip."""
@@ -90,16 +92,17 @@ class Database:
             Unreachable: the database stayed away for as long as patience lasts.
         """
         text = sql.queries()[query]
+        began = time.monotonic()
         try:
             async with asyncio.timeout(self._patience):
                 async for attempt in _while_away(self._patience):
                     with attempt:
                         rows = await self._fetch_once(text, args)
-                        self._note("")
+                        self._note_answer()
                         return rows
         except TimeoutError:
             why = self._trouble or "the database does not answer"
-            self._note(why)
+            self._note_trouble(why, began)
             raise errors.Unreachable(f"{why} (for {self._patience:g} s)") from None
         raise AssertionError("tenacity ends by a result or an error")
 
@@ -137,7 +140,8 @@ class Database:
         return result
 
     async def _fetch_once(self, text: str, args: Sequence[Any]) -> Sequence[Row]:
-        connection = await self._acquire()
+        began = time.monotonic()
+        connection = await self._acquire(began)
         try:
             self.statements += 1
             return cast("Sequence[Row]", await connection.fetch(text, *args))
@@ -146,9 +150,10 @@ class Database:
             with contextlib.suppress(asyncpg.InterfaceError):  # it has ended already
                 connection.terminate()
             await self._pool.expire_connections()
-            raise self._unreachable(f"the database does not answer: {_describe(error)}") from error
+            why = f"the database does not answer: {_describe(error)}"
+            raise self._unreachable(why, began) from error
         except _OTHERS_STATEMENTS as error:
-            raise self._unreachable(f"{error}: {_POOLER_HINT}") from error
+            raise self._unreachable(f"{error}: {_POOLER_HINT}", began) from error
         except asyncpg.PostgresError as error:
             if str(error.sqlstate)[:2] in _IN_TROUBLE:
                 raise errors.Unreachable(f"the database is in trouble: {error}") from error
@@ -158,7 +163,7 @@ class Database:
             with contextlib.suppress(*_AWAY):
                 await self._pool.release(connection, timeout=RELEASE_TIMEOUT)
 
-    async def _acquire(self) -> Any:
+    async def _acquire(self, began: float) -> Any:
         """A connection of the pool, or a new one.
 
         Those that work are kept whatever comes of it: a server that lets nobody in any more
@@ -167,23 +172,31 @@ class Database:
         try:
             return await self._pool.acquire(timeout=self._statement_timeout)
         except TimeoutError:
-            raise self._unreachable("no connection to the database became free") from None
+            why = "no connection to the database became free"
+            raise self._unreachable(why, began) from None
         except (*_AWAY, asyncpg.PostgresError) as error:
-            raise self._unreachable(
-                f"the database cannot be reached: {_describe(error)}"
-            ) from error
+            why = f"the database cannot be reached: {_describe(error)}"
+            raise self._unreachable(why, began) from error
 
-    def _unreachable(self, text: str) -> errors.Unreachable:
-        self._note(text)
-        return errors.Unreachable(text)
+    def _unreachable(self, why: str, began: float) -> errors.Unreachable:
+        self._note_trouble(why, began)
+        return errors.Unreachable(why)
 
-    def _note(self, trouble: str) -> None:
-        """Logs that the database has gone, and that it is back: once each, however often tried."""
-        was_away, self._trouble = bool(self._trouble), trouble
-        if trouble and not was_away:
-            log.warning("database.away", error=trouble)
-        elif was_away and not trouble:
+    # Told once when it has gone and once when it is back, however often it was tried.
+
+    def _note_trouble(self, why: str, began: float) -> None:
+        if began < self._answered_at:
+            # Another has had an answer since: this one failed at what was before.
+            return
+        if not self._trouble:
+            log.warning("database.away", error=why)
+        self._trouble = why
+
+    def _note_answer(self) -> None:
+        self._answered_at = time.monotonic()
+        if self._trouble:
             log.info("database.back")
+        self._trouble = ""
 
     async def close(self) -> None:
         """Closes the pool, in bounded time."""
