@@ -6,6 +6,7 @@ names the fencing token.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import uuid
@@ -226,7 +227,9 @@ class Attempt:
 
     async def _progress(self, now: resources.Progress) -> None:
         parts = self._parts
-        parts.outbox.say_job(await jobs.set_progress(parts.store, self.job, now))
+        # How far it has come is worth no failure: whether it may go on is for its lease to say.
+        with contextlib.suppress(errors.Unreachable):
+            parts.outbox.say_job(await jobs.set_progress(parts.store, self.job, now))
 
     async def _keep_child(self, pid: int) -> None:
         started = process.start_time(pid)
