@@ -53,6 +53,15 @@ async def in_state(site: Site, job: object, state: str, *, timeout: float = 60) 
             await asyncio.sleep(0.1)
 
 
+async def is_moving(site: Site, job: object, *, timeout: float = 60) -> None:
+    """Waits until a copy moves bytes: what stands still then finds it at nothing else."""
+    async with asyncio.timeout(timeout):
+        while not await site.installation.rows(
+            "SELECT FROM jobs WHERE id = $1 AND state = 'running' AND progress IS NOT NULL", job
+        ):
+            await asyncio.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     "end", [pytest.param("stop", marks=pytest.mark.faults(sampled=False)), "kill"]
 )

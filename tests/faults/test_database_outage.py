@@ -13,7 +13,7 @@ import pytest
 
 import sql
 from messages import errors
-from tests.faults.test_broker_outage import copy_of, in_state, new_volume, two_volumes
+from tests.faults.test_broker_outage import copy_of, is_moving, new_volume, two_volumes
 from tests.services import (
     amqp,
     environment,
@@ -232,7 +232,7 @@ async def test_a_database_that_stands_still_is_noticed_and_leases_are_kept_to(
             method, args = copy_of(pair, bytes_per_second=MIB)
             sent = await caller.send(method, at, args)
             assert sent.message_id is not None
-            await in_state(site, uuid.UUID(sent.message_id), "running")
+            await is_moving(site, uuid.UUID(sent.message_id))
             way.stall()
             await ready(worker, on=False, timeout=15)
             # The copy is ended before another worker might begin with it.
