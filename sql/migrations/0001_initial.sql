@@ -196,7 +196,8 @@ CREATE FUNCTION attachment_record(a attachments) RETURNS jsonb
 -- only while the volume is being attached: it goes with the statement that settles the volume, which
 -- makes the record too and still sees it.
 CREATE FUNCTION volume_record(v volumes) RETURNS jsonb
-    LANGUAGE sql STABLE
+    LANGUAGE plpgsql STABLE AS $$
+BEGIN
     RETURN jsonb_build_object(
         'id', v.id, 'name', v.name, 'address', v.address, 'size_bytes', v.size_bytes,
         'status', v.status, 'migration_status', v.migration_status,
@@ -217,6 +218,7 @@ CREATE FUNCTION volume_record(v volumes) RETURNS jsonb
                 ORDER BY c.created_at, c.id)
             FROM connections c WHERE c.volume_id = v.id AND c.state <> 'ended'), '[]'))
         || CASE WHEN v.error IS NULL THEN '{}' ELSE jsonb_build_object('error', v.error) END;
+END $$;
 
 -- The body of a volume's event.
 CREATE FUNCTION volume_event(v volumes) RETURNS jsonb
@@ -226,7 +228,8 @@ CREATE FUNCTION volume_event(v volumes) RETURNS jsonb
 
 -- Where a volume belongs that a job left in a passing status when it ended: by what is there.
 CREATE FUNCTION settled_status(v volumes) RETURNS text
-    LANGUAGE sql STABLE
+    LANGUAGE plpgsql STABLE AS $$
+BEGIN
     RETURN CASE v.status
         WHEN 'creating' THEN 'error'
         WHEN 'deleting' THEN 'error_deleting'
@@ -239,6 +242,7 @@ CREATE FUNCTION settled_status(v volumes) RETURNS text
             WHEN EXISTS (SELECT FROM attachments a WHERE a.volume_id = v.id) THEN 'in-use'
             ELSE 'available' END
         ELSE v.previous_status END;
+END $$;
 
 CREATE FUNCTION settled_attach_status(v volumes) RETURNS text
     LANGUAGE sql STABLE
@@ -255,39 +259,39 @@ CREATE FUNCTION conflicts(a "char", b "char") RETURNS boolean
 -- a child, while its parent has not ended, passes what its parent holds and what waits behind that,
 -- but neither what runs nor an older child of the same parent.
 CREATE FUNCTION must_wait(p_job uuid, p_seq bigint, p_parent uuid) RETURNS boolean
-    LANGUAGE sql STABLE
-    BEGIN ATOMIC
+    LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    RETURN EXISTS (
         WITH parent AS (
             SELECT (SELECT id FROM jobs WHERE id = p_parent AND finished_at IS NULL) AS id
         )
-        SELECT EXISTS (
-            SELECT FROM parent
-                CROSS JOIN job_locks mine
-                JOIN job_locks other USING (volume_id)
-            WHERE mine.job_id = p_job
-                AND other.job_id <> p_job
-                AND other.job_id IS DISTINCT FROM parent.id
-                AND conflicts(mine.mode, other.mode)
-                AND (other.held
-                    OR (other.seq < p_seq
-                        AND (parent.id IS NULL OR other.parent_job = parent.id))));
-    END;
+        SELECT FROM parent
+            CROSS JOIN job_locks mine
+            JOIN job_locks other USING (volume_id)
+        WHERE mine.job_id = p_job
+            AND other.job_id <> p_job
+            AND other.job_id IS DISTINCT FROM parent.id
+            AND conflicts(mine.mode, other.mode)
+            AND (other.held
+                OR (other.seq < p_seq
+                    AND (parent.id IS NULL OR other.parent_job = parent.id))));
+END $$;
 
 -- Whether a job that is being accepted, the newest of all, must wait; p_checks are its volumes.
 CREATE FUNCTION finds_locks(p_parent uuid, p_checks jsonb) RETURNS boolean
-    LANGUAGE sql STABLE
-    BEGIN ATOMIC
+    LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    RETURN EXISTS (
         WITH parent AS (
             SELECT (SELECT id FROM jobs WHERE id = p_parent AND finished_at IS NULL) AS id
         )
-        SELECT EXISTS (
-            SELECT FROM parent
-                CROSS JOIN jsonb_array_elements(p_checks) mine
-                JOIN job_locks other ON other.volume_id = (mine ->> 'volume_id')::uuid
-            WHERE other.job_id IS DISTINCT FROM parent.id
-                AND conflicts((mine ->> 'mode')::"char", other.mode)
-                AND (other.held OR parent.id IS NULL OR other.parent_job = parent.id));
-    END;
+        SELECT FROM parent
+            CROSS JOIN jsonb_array_elements(p_checks) mine
+            JOIN job_locks other ON other.volume_id = (mine ->> 'volume_id')::uuid
+        WHERE other.job_id IS DISTINCT FROM parent.id
+            AND conflicts((mine ->> 'mode')::"char", other.mode)
+            AND (other.held OR parent.id IS NULL OR other.parent_job = parent.id));
+END $$;
 
 -- Takes the volumes for the rest of the transaction, so that two workers cannot both find one free.
 CREATE FUNCTION lock_volumes(p_volumes uuid[]) RETURNS void

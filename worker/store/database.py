@@ -239,7 +239,7 @@ async def connect(
             # A pooler in between knows no more than the name, and refuses what it does not know.
             server_settings={
                 "application_name": "volume-worker",
-                **({"jit": "off"} if statement_cache_size else {}),
+                **(_PLANNED_ONCE if statement_cache_size else {}),
             },
             target_session_attrs=_Session.read_write if writes else _Session.any,
         )
@@ -255,6 +255,8 @@ async def connect(
         await database.close()
 
 
+_PLANNED_ONCE: Final = {"jit": "off", "plan_cache_mode": "force_generic_plan"}
+"""All statements are short ones, of which planning would be the greater part."""
 _JSONB_VERSION: Final = b"\x01"
 
 
