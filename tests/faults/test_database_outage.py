@@ -202,8 +202,8 @@ async def test_a_pooler_and_a_statement_cache_are_told_with_the_setting_that_is_
         async with database.connect(pydantic.SecretStr(url)) as store:
             while True:
                 await asyncio.gather(
-                    *(store._fetch_once(texts["get_job"], [uuid.uuid4()]) for _ in range(20)),
-                    *(store._fetch_once(texts["is_writable"], []) for _ in range(20)),
+                    *(store._fetch_once(texts["get_job"], [uuid.uuid4()], 30) for _ in range(20)),
+                    *(store._fetch_once(texts["is_writable"], [], 30) for _ in range(20)),
                 )
 
     with (

@@ -2,12 +2,14 @@
 
 import ast
 import asyncio
+import contextlib
 import pathlib
 import re
 import statistics
 import time
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 
 import asyncpg
 import pydantic
@@ -85,6 +87,16 @@ def _without_comments(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("--"))
 
 
+@contextlib.asynccontextmanager
+async def _lent(store: database.Database) -> AsyncIterator[Any]:
+    """A connection of a store, as one of its statements has it."""
+    connection = await store._pool.acquire(5)
+    try:
+        yield connection
+    finally:
+        await store._pool.release(connection, is_at_rest=True)
+
+
 async def test_the_store_works_without_prepared_statements(
     installation: environment.Installation,
 ) -> None:
@@ -95,7 +107,7 @@ async def test_the_store_works_without_prepared_statements(
         await jobs.requeue(bench.store, one, delay=0, error=errors.TargetError("x"))
         (again,) = await bench.claim()
         await bench.finish(again)
-        async with bench.store._pool.acquire() as connection:
+        async with _lent(bench.store) as connection:
             names = await connection.fetch("SELECT name FROM pg_prepared_statements")
         assert [row["name"] for row in names if row["name"]] == []
 
@@ -107,7 +119,7 @@ async def test_nothing_is_left_on_a_pooled_connection(
         volume = await bench.volume()
         await bench.queued(need(volume.id, C, known=True))
         await bench.claim()
-        async with bench.store._pool.acquire() as connection:
+        async with _lent(bench.store) as connection:
             assert await connection.fetchval("SELECT count(*) FROM pg_listening_channels()") == 0
             assert (
                 await connection.fetchval(

@@ -16,7 +16,7 @@ from asyncpg.connect_utils import SessionAttribute as _Session
 
 import sql
 from messages import errors
-from worker.store import batch
+from worker.store import batch, pool
 
 log = structlog.get_logger(__name__)
 
@@ -24,26 +24,11 @@ PATIENCE: Final = 25.0
 """Seconds for which a statement is tried again while the database is away, unless said."""
 STATEMENT_TIMEOUT: Final = 30.0
 """Seconds for one try of a statement, unless said; then its connection is taken for dead."""
-RELEASE_TIMEOUT: Final = 1.0
-"""Seconds for a connection to come to rest whose statement was cut short; then it is ended."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Row = Mapping[str, Any]
 """A row by the names of its columns."""
-
-_AWAY: Final = (
-    OSError,
-    TimeoutError,
-    asyncpg.InterfaceError,
-    asyncpg.InternalClientError,  # its server had just ended the connection
-    asyncpg.PostgresConnectionError,
-    asyncpg.CannotConnectNowError,
-    asyncpg.AdminShutdownError,
-    asyncpg.CrashShutdownError,
-    asyncpg.ReadOnlySQLTransactionError,  # the server has become a standby
-)
-"""What says that this connection, or the server behind it, is of no use any more."""
 
 _IN_TROUBLE: Final = ("40", "53", "55", "57", "58")
 """SQLSTATE classes that say nothing against the statement: conflicts of transactions, resources
@@ -71,12 +56,12 @@ class Database:
 
     def __init__(
         self,
-        pool: "asyncpg.Pool[asyncpg.Record]",
+        connections: pool.Pool,
         *,
         patience: float = PATIENCE,
         statement_timeout: float = STATEMENT_TIMEOUT,
     ) -> None:
-        self._pool = pool
+        self._pool = connections
         self._patience = patience
         self._statement_timeout = statement_timeout
         self._trouble = ""
@@ -94,17 +79,33 @@ class Database:
         text = sql.queries()[query]
         began = time.monotonic()
         try:
-            async with asyncio.timeout(self._patience):
-                async for attempt in _while_away(self._patience):
+            # Nearly always enough, and what tries again costs more than a short statement.
+            rows = await self._fetch_once(text, args, min(self._statement_timeout, self._patience))
+        except errors.Unreachable as error:
+            left = began + self._patience - time.monotonic()
+            if left <= 0:
+                raise self._given_up(error.message, began) from None
+            return await self._fetch_in_trouble(text, args, began, left)
+        self._note_answer()
+        return rows
+
+    async def _fetch_in_trouble(
+        self, text: str, args: Sequence[Any], began: float, patience: float
+    ) -> Sequence[Row]:
+        try:
+            async with asyncio.timeout(patience):
+                async for attempt in _while_away(patience):
                     with attempt:
-                        rows = await self._fetch_once(text, args)
+                        rows = await self._fetch_once(text, args, self._statement_timeout)
                         self._note_answer()
                         return rows
         except TimeoutError:
             why = self._trouble or "the database does not answer"
-            self._note_trouble(why, began)
-            raise errors.Unreachable(f"{why} (for {self._patience:g} s)") from None
+            raise self._given_up(why, began) from None
         raise AssertionError("tenacity ends by a result or an error")
+
+    def _given_up(self, why: str, began: float) -> errors.Unreachable:
+        return self._unreachable(f"{why} (for {self._patience:g} s)", began)
 
     async def row(self, query: str, *args: Any) -> Row | None:
         """The first row of a statement, or None."""
@@ -139,17 +140,17 @@ class Database:
         result: Result = await found.add(item)
         return result
 
-    async def _fetch_once(self, text: str, args: Sequence[Any]) -> Sequence[Row]:
+    async def _fetch_once(self, text: str, args: Sequence[Any], timeout: float) -> Sequence[Row]:
         began = time.monotonic()
-        connection = await self._acquire(began)
+        connection = await self._acquire(began, timeout)
+        is_at_rest = False
         try:
             self.statements += 1
-            return cast("Sequence[Row]", await connection.fetch(text, *args))
-        except _AWAY as error:
-            # Not to be waited for: who does not answer may not answer a good-bye either.
-            with contextlib.suppress(asyncpg.InterfaceError):  # it has ended already
-                connection.terminate()
-            await self._pool.expire_connections()
+            rows = cast("Sequence[Row]", await connection.fetch(text, *args, timeout=timeout))
+            is_at_rest = True
+        except pool.AWAY as error:
+            pool.end(connection)
+            await self._pool.expire()
             why = f"the database does not answer: {_describe(error)}"
             raise self._unreachable(why, began) from error
         except _OTHERS_STATEMENTS as error:
@@ -158,23 +159,23 @@ class Database:
             if str(error.sqlstate)[:2] in _IN_TROUBLE:
                 raise errors.Unreachable(f"the database is in trouble: {error}") from error
             raise
+        else:
+            return rows
         finally:
-            # The pool ends a connection that does not come to rest, and tells of it by an error.
-            with contextlib.suppress(*_AWAY):
-                await self._pool.release(connection, timeout=RELEASE_TIMEOUT)
+            await self._pool.release(connection, is_at_rest=is_at_rest)
 
-    async def _acquire(self, began: float) -> Any:
+    async def _acquire(self, began: float, timeout: float) -> Any:
         """A connection of the pool, or a new one.
 
         Those that work are kept whatever comes of it: a server that lets nobody in any more
         (``max_connections`` are others') still serves who is inside.
         """
         try:
-            return await self._pool.acquire(timeout=self._statement_timeout)
+            return await self._pool.acquire(timeout)
         except TimeoutError:
             why = "no connection to the database became free"
             raise self._unreachable(why, began) from None
-        except (*_AWAY, asyncpg.PostgresError) as error:
+        except (*pool.AWAY, asyncpg.PostgresError) as error:
             why = f"the database cannot be reached: {_describe(error)}"
             raise self._unreachable(why, began) from error
 
@@ -227,7 +228,7 @@ async def connect(
         Unreachable: the database cannot be reached, or refuses; the text says why.
     """
     try:
-        pool = await asyncpg.create_pool(
+        connections = await asyncpg.create_pool(
             url.get_secret_value(),
             min_size=1,
             max_size=size,
@@ -243,20 +244,27 @@ async def connect(
             },
             target_session_attrs=_Session.read_write if writes else _Session.any,
         )
-    except (*_AWAY, asyncpg.PostgresError, ValueError) as error:
+    except (*pool.AWAY, asyncpg.PostgresError, ValueError) as error:
         raise errors.Unreachable(
             f"the database cannot be reached: {_describe(error)}; "
             "look at database_url and whether PostgreSQL runs there"
         ) from error
-    database = Database(pool, patience=patience, statement_timeout=statement_timeout)
+    database = Database(
+        pool.Pool(connections), patience=patience, statement_timeout=statement_timeout
+    )
     try:
         yield database
     finally:
         await database.close()
 
 
-_PLANNED_ONCE: Final = {"jit": "off", "plan_cache_mode": "force_generic_plan"}
-"""All statements are short ones, of which planning would be the greater part."""
+_PLANNED_ONCE: Final = {
+    "jit": "off",
+    "plan_cache_mode": "force_generic_plan",
+    "enable_seqscan": "off",
+}
+"""All statements are short ones, of which planning would be the greater part. They are planned
+while the tables may be empty, and are to find what they look for when these have grown."""
 _JSONB_VERSION: Final = b"\x01"
 
 
