@@ -5,6 +5,7 @@ than for one other, and a commit serves many.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Generic, TypeVar
 
@@ -15,6 +16,33 @@ LIMIT: Final = 100
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Waiting(Generic[Item, Result]):
+    """An item, and who waits for what becomes of it."""
+
+    item: Item
+    result: asyncio.Future[Result]
+    is_over: bool = False
+    """Nothing more becomes of it."""
+
+    def end(self, result: Result) -> None:
+        """Its statement has ended well."""
+        self.is_over = True
+        if not self.result.done():
+            self.result.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        """Its statement has failed."""
+        self.is_over = True
+        if not self.result.done():
+            self.result.set_exception(error)
+
+    def drop(self) -> None:
+        """Its statement was cancelled, or never begun."""
+        self.is_over = True
+        self.result.cancel()
 
 
 class Batch(Generic[Item, Result]):
@@ -33,7 +61,7 @@ class Batch(Generic[Item, Result]):
     ) -> None:
         self._run = run
         self._key = key
-        self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
+        self._waiting: list[_Waiting[Item, Result]] = []
         self._work: asyncio.Task[None] | None = None
 
     async def add(self, item: Item) -> Result:
@@ -43,36 +71,38 @@ class Batch(Generic[Item, Result]):
 
         Raises: what the statement raised for this item.
         """
-        result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, result))
+        loop = asyncio.get_running_loop()
+        waiting: _Waiting[Item, Result] = _Waiting(item, loop.create_future())
+        self._waiting.append(waiting)
         if self._work is None:
+            # Begins after this turn of the loop: those that come in it belong together.
             self._work = asyncio.create_task(self._work_off())
         try:
-            return await asyncio.shield(result)
+            return await waiting.result
         except asyncio.CancelledError:
-            await asyncio.wait({result})
-            if not result.cancelled():
-                result.exception()  # nobody else looks at it
+            if not waiting.is_over:
+                waiting.result = loop.create_future()
+                await asyncio.wait({waiting.result})
+            if not waiting.result.cancelled():
+                waiting.result.exception()  # nobody else looks at it
             raise
 
     async def _work_off(self) -> None:
         try:
-            # Those that are about to come in this turn of the loop belong to it.
-            await asyncio.sleep(0)
             while self._waiting:
                 await self._run_together(self._take())
         finally:
             self._work = None
-            for _, result in self._waiting:
-                result.cancel()
+            for one in self._waiting:
+                one.drop()
             self._waiting = []
 
-    def _take(self) -> list[tuple[Item, asyncio.Future[Result]]]:
-        taken: list[tuple[Item, asyncio.Future[Result]]] = []
-        left: list[tuple[Item, asyncio.Future[Result]]] = []
+    def _take(self) -> list[_Waiting[Item, Result]]:
+        taken: list[_Waiting[Item, Result]] = []
+        left: list[_Waiting[Item, Result]] = []
         keys: set[object] = set()
         for one in self._waiting:
-            key = self._key(one[0])
+            key = self._key(one.item)
             if len(taken) == LIMIT or (key is not None and key in keys):
                 left.append(one)
             else:
@@ -81,21 +111,21 @@ class Batch(Generic[Item, Result]):
         self._waiting = left
         return taken
 
-    async def _run_together(self, taken: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
+    async def _run_together(self, taken: Sequence[_Waiting[Item, Result]]) -> None:
         try:
-            results = await self._run([item for item, _ in taken])
+            results = await self._run([one.item for one in taken])
         except asyncio.CancelledError:
-            for _, result in taken:
-                result.cancel()
+            for one in taken:
+                one.drop()
             raise
         except Exception as error:
             if len(taken) == 1 or isinstance(error, errors.Unreachable):
-                for _, result in taken:
-                    result.set_exception(error)
+                for one in taken:
+                    one.fail(error)
                 return
             # One of them is at fault: alone, it fails alone.
             for one in taken:
                 await self._run_together([one])
             return
-        for (_, result), found in zip(taken, results, strict=True):
-            result.set_result(found)
+        for one, found in zip(taken, results, strict=True):
+            one.end(found)
