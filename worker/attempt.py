@@ -58,8 +58,11 @@ class Parts:
 class Attempt:
     """A job at work here, in a task of its own: :meth:`run`."""
 
-    def __init__(self, parts: Parts, job: jobs.Job) -> None:
+    def __init__(
+        self, parts: Parts, job: jobs.Job, *, begun: Mapping[str, Any] | None = None
+    ) -> None:
         self.job = job
+        self._begun = begun
         self.is_ending = False
         """Its end is being stored and told, which nothing may cut short."""
         self.is_stored = True
@@ -109,7 +112,7 @@ class Attempt:
     async def _carry_out(self) -> End:
         """Carries the job out; returns how its attempt is to be ended."""
         context: base.Context | None = None
-        has_begun = self.job.resumed
+        has_begun = self.job.resumed or self._begun is not None
         try:
             context = self._context()
             await self._end_recorded_children()
@@ -223,6 +226,7 @@ class Attempt:
             progress=self._progress,
             cancel=parts.cancel,
             on_child=self._keep_child,
+            begun=self._begun,
         )
 
     async def _progress(self, now: resources.Progress) -> None:

@@ -192,6 +192,7 @@ class Inbox:
             status_updates=properties.status_updates,
             parent_job=parent,
             needs=operation.needs(properties.message_id, args),
+            creates=operation.creates and operation.creates(properties.message_id, args),
         )
 
     # Storing

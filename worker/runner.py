@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -100,7 +100,11 @@ class Runner:
         async with self._filling:
             until = self._lease_from_now()
             accepted = await jobs.accept(
-                self._store, new, owner=self._owner, lease=self._lease, free=self._free()
+                self._store,
+                [self._as_it_can(one) for one in new],
+                owner=self._owner,
+                lease=self._lease,
+                free=self._free(),
             )
             for stored in accepted:
                 self._start_accepted(stored, until)
@@ -110,11 +114,17 @@ class Runner:
                 await self._cancel_what_waits(stored.job)
         return accepted
 
+    def _as_it_can(self, new: jobs.NewJob) -> jobs.NewJob:
+        """Without the record of a volume that its backend could not make now."""
+        if new.creates is None or self._backends[new.address].ready:
+            return new
+        return dataclasses.replace(new, creates=None)
+
     def _start_accepted(self, stored: jobs.Accepted, until: float) -> None:
         job = stored.job
         match stored.verdict:
             case jobs.Verdict.RUNNING:
-                self._start(job, until)
+                self._start(job, until, begun=stored.begun)
             case jobs.Verdict.QUEUED:
                 self._is_more = True
                 self._outbox.say_job(job)
@@ -254,14 +264,16 @@ class Runner:
     def _lease_from_now(self) -> float:
         return asyncio.get_running_loop().time() + self._lease
 
-    def _start(self, job: jobs.Job, until: float) -> None:
+    def _start(
+        self, job: jobs.Job, until: float, *, begun: Mapping[str, Any] | None = None
+    ) -> None:
         before = self._running.get(job.id)
         if before is not None and before.job.lease_token == job.lease_token:
             return
         if before is not None:
             # Its own job, taken over after a pause that was longer than the lease.
             self._lose(before)
-        started = attempt.Attempt(self._parts, job)
+        started = attempt.Attempt(self._parts, job, begun=begun)
         task = asyncio.create_task(
             self._run(started, after=before.task if before else None), name=f"job {job.id}"
         )

@@ -226,6 +226,14 @@ CREATE FUNCTION volume_event(v volumes) RETURNS jsonb
     RETURN jsonb_build_object(
         'at', rfc3339(v.updated_at), 'seq', v.seq, 'volume', volume_record(v));
 
+-- What a worker needs to know of a volume's row: the record with what only workers use.
+CREATE FUNCTION begun_volume(v volumes) RETURNS jsonb
+    LANGUAGE sql STABLE
+    RETURN jsonb_build_object(
+        'record', volume_record(v), 'seq', v.seq, 'export', v.export, 'export_job', v.export_job,
+        'created_by', v.created_by, 'status_job', v.status_job,
+        'previous_status', v.previous_status);
+
 -- Where a volume belongs that a job left in a passing status when it ended: by what is there.
 CREATE FUNCTION settled_status(v volumes) RETURNS text
     LANGUAGE plpgsql STABLE AS $$
@@ -255,42 +263,48 @@ CREATE FUNCTION conflicts(a "char", b "char") RETURNS boolean
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
     RETURN a = 'x' OR b = 'x' OR (a = 'c' AND b = 'c');
 
+-- A job, if it has not ended; NULL for NULL, without a look.
+CREATE FUNCTION unfinished(p_job uuid) RETURNS uuid
+    LANGUAGE plpgsql STABLE STRICT AS $$
+DECLARE
+    ended timestamptz;
+BEGIN
+    -- By its id alone: to ask for those that have not ended may find it among all of them.
+    SELECT finished_at INTO ended FROM jobs WHERE id = p_job;
+    RETURN CASE WHEN FOUND AND ended IS NULL THEN p_job END;
+END $$;
+
 -- Whether a job must wait for another one that needs one of its volumes. In the order of acceptance;
 -- a child, while its parent has not ended, passes what its parent holds and what waits behind that,
 -- but neither what runs nor an older child of the same parent.
 CREATE FUNCTION must_wait(p_job uuid, p_seq bigint, p_parent uuid) RETURNS boolean
     LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    parent uuid := unfinished(p_parent);
 BEGIN
     RETURN EXISTS (
-        WITH parent AS (
-            SELECT (SELECT id FROM jobs WHERE id = p_parent AND finished_at IS NULL) AS id
-        )
-        SELECT FROM parent
-            CROSS JOIN job_locks mine
+        SELECT FROM job_locks mine
             JOIN job_locks other USING (volume_id)
         WHERE mine.job_id = p_job
             AND other.job_id <> p_job
-            AND other.job_id IS DISTINCT FROM parent.id
+            AND other.job_id IS DISTINCT FROM parent
             AND conflicts(mine.mode, other.mode)
             AND (other.held
-                OR (other.seq < p_seq
-                    AND (parent.id IS NULL OR other.parent_job = parent.id))));
+                OR (other.seq < p_seq AND (parent IS NULL OR other.parent_job = parent))));
 END $$;
 
 -- Whether a job that is being accepted, the newest of all, must wait; p_checks are its volumes.
 CREATE FUNCTION finds_locks(p_parent uuid, p_checks jsonb) RETURNS boolean
     LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    parent uuid := unfinished(p_parent);
 BEGIN
     RETURN EXISTS (
-        WITH parent AS (
-            SELECT (SELECT id FROM jobs WHERE id = p_parent AND finished_at IS NULL) AS id
-        )
-        SELECT FROM parent
-            CROSS JOIN jsonb_array_elements(p_checks) mine
+        SELECT FROM jsonb_array_elements(p_checks) mine
             JOIN job_locks other ON other.volume_id = (mine ->> 'volume_id')::uuid
-        WHERE other.job_id IS DISTINCT FROM parent.id
+        WHERE other.job_id IS DISTINCT FROM parent
             AND conflicts((mine ->> 'mode')::"char", other.mode)
-            AND (other.held OR parent.id IS NULL OR other.parent_job = parent.id));
+            AND (other.held OR parent IS NULL OR other.parent_job = parent));
 END $$;
 
 -- Takes the volumes for the rest of the transaction, so that two workers cannot both find one free.
@@ -367,16 +381,18 @@ CREATE FUNCTION has_slot(slot text, p_control integer, p_data integer) RETURNS b
 CREATE TYPE verdict AS ENUM ('running', 'queued', 'repeated', 'finished', 'reused');
 
 -- Stores requests as jobs, in their order. A job whose volumes are free is stored as running, with a
--- lease, while slots last; the same id again changes only who gets the answer.
+-- lease, while slots last, and with the record of the volume that it is to create (p_creates, null
+-- for none), which is returned; the same id again changes only who gets the answer.
 CREATE FUNCTION accept_jobs(
     p_owner uuid, p_lease interval, p_control integer, p_data integer,
     p_ids uuid[], p_methods text[], p_addresses text[], p_slots text[],
     p_bodies bytea[], p_properties jsonb[], p_fingerprints bytea[],
     p_deadlines timestamptz[], p_reply_to text[], p_correlation_ids text[],
-    p_status_updates boolean[], p_parents uuid[], p_checks jsonb
-) RETURNS TABLE (verdict verdict, job jobs, outbox_id bigint)
+    p_status_updates boolean[], p_parents uuid[], p_checks jsonb, p_creates jsonb
+) RETURNS TABLE (verdict verdict, job jobs, outbox_id bigint, begun jsonb)
     LANGUAGE plpgsql AS $$
 DECLARE
+    new_volume jsonb;
     checks jsonb;
     item jsonb;
     why jsonb;
@@ -387,6 +403,7 @@ BEGIN
             jsonb_array_elements(one) c));
     FOR i IN 1 .. cardinality(p_ids) LOOP
         outbox_id := NULL;
+        begun := NULL;
         checks := p_checks -> (i - 1);
         why := NULL;
         FOR item IN SELECT jsonb_array_elements(checks) LOOP
@@ -436,6 +453,17 @@ BEGIN
             SELECT (c ->> 'volume_id')::uuid, job.id, job.seq, (c ->> 'mode')::"char",
                 job.parent_job, starts
             FROM jsonb_array_elements(checks) c;
+            new_volume := nullif(p_creates -> (i - 1), 'null');
+            IF starts AND NOT job.overdue AND new_volume IS NOT NULL THEN
+                INSERT INTO volumes (
+                    id, name, address, size_bytes, status, metadata, created_by, status_job)
+                VALUES (
+                    (new_volume ->> 'id')::uuid, new_volume ->> 'name', job.address,
+                    (new_volume ->> 'size_bytes')::bigint, 'creating', new_volume -> 'metadata',
+                    job.id, job.id)
+                ON CONFLICT (id) DO NOTHING
+                RETURNING begun_volume(volumes) INTO begun;
+            END IF;
             p_control := p_control - (starts AND job.slot = 'control')::integer;
             p_data := p_data - (starts AND job.slot = 'data')::integer;
         END IF;

@@ -4,7 +4,7 @@
 -- Stores a batch of requests; the parameters are those of the function, see the migrations.
 SELECT * FROM accept_jobs(
     $1, make_interval(secs => $2), $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13,
-    $14, $15, $16, $17);
+    $14, $15, $16, $17, $18);
 
 -- name: claim_jobs
 -- Takes jobs to run. $1 owner, $2 lease in seconds, $3 $4 free control and data slots, $5 addresses.
@@ -72,7 +72,9 @@ WITH input AS (
     WHERE jobs.state = 'running'
         -- One whose volume's record is gone has not made what it says: it runs again.
         AND (input.state <> 'succeeded' OR change IS NULL OR change ? 'drop'
-            OR EXISTS (SELECT FROM volumes WHERE volumes.id = (change ->> 'id')::uuid))
+            -- A scalar, since PostgreSQL may look for what EXISTS asks for in a hash of all volumes.
+            OR (SELECT volumes.id FROM volumes WHERE volumes.id = (change ->> 'id')::uuid)
+                IS NOT NULL)
     ORDER BY jobs.id FOR UPDATE OF jobs
 ), changed AS (
     UPDATE volumes SET

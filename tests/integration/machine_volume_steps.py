@@ -202,9 +202,7 @@ class Actions(stateful.RuleBasedStateMachine):
         assert made.seq == self._volume(job).seq
 
     async def _begin(self, job: jobs.Job, volume_id: uuid.UUID) -> volumes.Volume:
-        return await volumes.begin(
-            self.store, job, volume_id=volume_id, name="v", size_bytes=SIZE, metadata={}
-        )
+        return await volumes.begin(self.store, job, jobs.NewVolume(volume_id, "v", SIZE, {}))
 
     def _take_volume(self, job: machine_volumes.Job) -> None:
         volume = self.model.volumes.get(job.volume_id)

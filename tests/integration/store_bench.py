@@ -113,9 +113,7 @@ class Bench:
         """A volume as a job has made it."""
         volume_id = uuid.uuid4()
         maker = await self.started(need(volume_id), address=address)
-        await volumes.begin(
-            self.store, maker, volume_id=volume_id, name="v", size_bytes=1024, metadata={}
-        )
+        await volumes.begin(self.store, maker, jobs.NewVolume(volume_id, "v", 1024, {}))
         change = jobs.VolumeChange(volume_id, {"status": status, **columns})
         await self.finish(maker, change=change, result=None)
         return await volumes.get(self.store, volume_id)

@@ -13,7 +13,7 @@ CALLS = 64
 ADDRESS = "host-a@fast"
 
 
-async def test_a_create_costs_four_round_trips_to_the_database_at_most(
+async def test_a_create_costs_three_round_trips_to_the_database_at_most(
     installation: environment.Installation,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -38,4 +38,4 @@ async def test_a_create_costs_four_round_trips_to_the_database_at_most(
             while await installation.rows("SELECT FROM outbox"):
                 await asyncio.sleep(0.05)
         each = (service.store.statements - before) / CALLS
-        assert each <= 4
+        assert each <= 3

@@ -99,6 +99,73 @@ async def test_a_job_that_needs_no_volume_starts_beside_anything(bench: store_be
     assert await bench.verdicts(job(), job(), job()) == ["running"] * 3
 
 
+def creating(**changed: Any) -> jobs.NewJob:
+    """A request to create a volume."""
+    volume_id = uuid.uuid4()
+    new = jobs.NewVolume(volume_id, "v", 7, {"a": "b"})
+    return job(need(volume_id), creates=new, **changed)
+
+
+async def records(bench: store_bench.Bench, new: jobs.NewJob) -> int:
+    """How many volumes there are of the one that a request is to create."""
+    (wanted,) = new.needs
+    return len(await bench.rows("SELECT FROM volumes WHERE id = $1", wanted.volume_id))
+
+
+async def test_a_create_that_starts_at_once_is_stored_with_its_volume(
+    bench: store_bench.Bench,
+) -> None:
+    new = creating()
+    (accepted,) = await bench.accept(new)
+    assert new.creates is not None
+    there = await volumes.get(bench.store, new.creates.id)
+    # What its attempt is told is what it would find, and what it would have made.
+    begun = await volumes.begin(bench.store, accepted.job, new.creates, begun=accepted.begun)
+    assert begun == there
+    assert begun.event() == there.event()
+    assert (there.status, there.size_bytes, there.metadata) == ("creating", 7, {"a": "b"})
+    assert there.created_by == there.status_job == accepted.job.id
+
+
+async def test_a_volume_made_with_its_job_is_that_of_the_next_attempt(
+    bench: store_bench.Bench,
+) -> None:
+    new = creating()
+    (accepted,) = await bench.accept(new)
+    await jobs.requeue(bench.store, accepted.job, delay=0, error=None)
+    (again,) = await bench.claim()
+    assert new.creates is not None
+    volume = await volumes.begin(bench.store, again, new.creates)
+    assert (volume.status, volume.status_job) == ("creating", again.id)
+
+
+@pytest.mark.parametrize(
+    ("changed", "free"),
+    [({}, NONE), ({"deadline": datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)}, slots())],
+    ids=["it waits for a slot", "its deadline has passed"],
+)
+async def test_a_create_that_does_not_begin_makes_no_record(
+    bench: store_bench.Bench, changed: Any, free: Any
+) -> None:
+    new = creating(**changed)
+    (accepted,) = await bench.accept(new, free=free)
+    assert accepted.begun is None
+    assert await records(bench, new) == 0
+
+
+async def test_a_create_that_is_refused_or_repeated_leaves_the_record_as_it_was(
+    bench: store_bench.Bench,
+) -> None:
+    new = creating()
+    (first,) = await bench.accept(new)
+    again, other = await bench.accept(new, dataclasses.replace(new, id=uuid.uuid4()))
+    assert (again.verdict, again.begun) == (jobs.Verdict.REPEATED, None)
+    assert other.job.refusal is not None
+    assert other.begun is None
+    (volume,) = await bench.rows("SELECT created_by, seq FROM volumes")
+    assert (volume["created_by"], volume["seq"]) == (first.job.id, 1)
+
+
 # Repeats
 
 

@@ -282,7 +282,7 @@ async def test_a_worker_that_has_lost_a_job_changes_nothing_any_more(
         bench.finish(lost, change=jobs.VolumeChange(volume.id, drop=True)),
         jobs.requeue(store, lost, delay=0, error=None),
         jobs.set_progress(store, lost, progress),
-        volumes.begin(store, lost, volume_id=uuid.uuid4(), name="v", size_bytes=1, metadata={}),
+        volumes.begin(store, lost, jobs.NewVolume(uuid.uuid4(), "v", 1, {})),
         volumes.take(
             store,
             lost,
@@ -531,7 +531,7 @@ async def test_a_job_whose_volumes_record_is_gone_does_not_end_well(
 ) -> None:
     volume_id = uuid.uuid4()
     one = await bench.started(need(volume_id))
-    await volumes.begin(bench.store, one, volume_id=volume_id, name="v", size_bytes=1, metadata={})
+    await volumes.begin(bench.store, one, jobs.NewVolume(volume_id, "v", 1, {}))
     await bench.rows("DELETE FROM volumes WHERE id = $1", volume_id)
     change = jobs.VolumeChange(volume_id, {"status": "available"})
     with pytest.raises(database.LeaseLost):

@@ -157,7 +157,7 @@ async def test_a_dry_run_finds_out_and_changes_nothing(bench: store_bench.Bench)
     volume_id = uuid.uuid4()
     wanted = need(volume_id, X)
     one = await bench.started(wanted, method="create_volume")
-    await volumes.begin(bench.store, one, volume_id=volume_id, name="v", size_bytes=1, metadata={})
+    await volumes.begin(bench.store, one, jobs.NewVolume(volume_id, "v", 1, {}))
     dead = await die(bench, one)
     before = await bench.columns()
     assert await outcome_of(bench, dead, wanted, dry_run=True) == "revived"
@@ -299,9 +299,7 @@ async def _failed_create(bench: store_bench.Bench) -> tuple[jobs.Job, jobs.Need]
     args = requests.CreateVolume.model_validate({"volume": {"name": "v", "size_bytes": 1}})
     (wanted,) = operations.OPERATIONS["create_volume"].needs(one.id, args)
     started = await bench.started(wanted, id=one.id, method="create_volume")
-    await volumes.begin(
-        bench.store, started, volume_id=wanted.volume_id, name="v", size_bytes=1, metadata={}
-    )
+    await volumes.begin(bench.store, started, jobs.NewVolume(wanted.volume_id, "v", 1, {}))
     dead = await die(bench, started)
     assert (await volumes.get(bench.store, wanted.volume_id)).status == "error"
     return dead, wanted
@@ -319,12 +317,7 @@ async def test_a_create_goes_on_with_the_record_that_it_left_in_an_error(
     (claimed,) = await bench.claim()
     assert claimed.resumed
     made = await volumes.begin(
-        bench.store,
-        claimed,
-        volume_id=wanted.volume_id,
-        name="edited",
-        size_bytes=2,
-        metadata={"a": "b"},
+        bench.store, claimed, jobs.NewVolume(wanted.volume_id, "edited", 2, {"a": "b"})
     )
     assert (made.name, made.size_bytes, made.metadata) == ("edited", 2, {"a": "b"})
     change = jobs.VolumeChange(made.id, {"status": VolumeStatus.AVAILABLE})

@@ -117,9 +117,7 @@ async def test_two_changes_at_once_are_both_counted(bench: store_bench.Bench) ->
 
 
 async def begin(bench: store_bench.Bench, one: jobs.Job, volume_id: uuid.UUID) -> volumes.Volume:
-    return await volumes.begin(
-        bench.store, one, volume_id=volume_id, name="v", size_bytes=7, metadata={"a": "b"}
-    )
+    return await volumes.begin(bench.store, one, jobs.NewVolume(volume_id, "v", 7, {"a": "b"}))
 
 
 async def test_a_new_volume_is_creating_and_its_record_is_that_of_the_contract(

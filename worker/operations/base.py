@@ -47,6 +47,8 @@ class Context:
     """Has a job cancelled, wherever it runs; returns it when it has ended."""
     on_child: Callable[[int], Awaitable[None]]
     """Keeps the pid of a process that works for the job, before it does anything."""
+    begun: Mapping[str, Any] | None = None
+    """The row of the volume that it creates, where that was made when the job was accepted."""
     on_cancel: jobs.VolumeChange | None = None
     """What becomes of the volume if the job is cancelled now, where nothing else is said."""
     on_failure: jobs.VolumeChange | None = None
@@ -118,6 +120,8 @@ class Operation:
     run: Callable[[Context], Awaitable[Outcome]]
     needs: Callable[[uuid.UUID, Any], Sequence[jobs.Need]]
     """The volumes that it needs, from the job's id and arguments."""
+    creates: Callable[[uuid.UUID, Any], jobs.NewVolume] | None = None
+    """The volume that it makes the record of before all else."""
     slot: jobs.Slot = jobs.Slot.CONTROL
     takes_parent: bool = False
     """Whether it may run for another job, passing that job's locks."""

@@ -30,17 +30,15 @@ def _new_id(job_id: uuid.UUID, args: requests.CreateVolume) -> uuid.UUID:
     return args.volume.id or uuid.uuid5(job_id, "volume")
 
 
+def _new(job_id: uuid.UUID, args: requests.CreateVolume) -> jobs.NewVolume:
+    volume = args.volume
+    return jobs.NewVolume(_new_id(job_id, args), volume.name, volume.size_bytes, volume.metadata)
+
+
 async def _create(context: base.Context) -> base.Outcome:
     backend = context.backend
-    args: requests.CreateVolume = context.args
-    volume = await volumes.begin(
-        context.store,
-        context.job,
-        volume_id=_new_id(context.job.id, args),
-        name=args.volume.name,
-        size_bytes=args.volume.size_bytes,
-        metadata=args.volume.metadata,
-    )
+    new = _new(context.job.id, context.args)
+    volume = await volumes.begin(context.store, context.job, new, begun=context.begun)
     context.say_volume(volume.event())
     try:
         update = await backend.driver.create_volume(base.reference(volume))
@@ -167,6 +165,7 @@ OPERATIONS: Final[Mapping[str, base.Operation]] = {
         lambda job_id, args: [
             jobs.Need(_new_id(job_id, args), jobs.LockMode.EXCLUSIVE, known=False)
         ],
+        creates=_new,
         take_back=_take_back_create,
     ),
     "delete_volume": base.Operation(

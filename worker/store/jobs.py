@@ -59,6 +59,25 @@ class Need:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class NewVolume:
+    """A volume that a job is to create."""
+
+    id: uuid.UUID
+    name: str
+    size_bytes: int
+    metadata: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """As the SQL function ``accept_jobs`` reads it."""
+        return {
+            "id": str(self.id),
+            "name": self.name,
+            "size_bytes": self.size_bytes,
+            "metadata": dict(self.metadata),
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class NewJob:
     """A request about to be accepted."""
 
@@ -75,6 +94,8 @@ class NewJob:
     status_updates: bool
     parent_job: uuid.UUID | None
     needs: Sequence[Need]
+    creates: NewVolume | None = None
+    """The volume whose record is made with the job, where that starts at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,6 +211,8 @@ class Accepted:
     verdict: Verdict
     job: Job
     outbox_id: int | None
+    begun: Mapping[str, Any] | None
+    """The row of the volume that it is to create, where that was made already."""
 
 
 async def accept(
@@ -220,9 +243,11 @@ async def accept(
         [job.status_updates for job in new],
         [job.parent_job for job in new],
         [[need.to_json() for need in job.needs] for job in new],
+        [None if job.creates is None else job.creates.to_json() for job in new],
     )
     return [
-        Accepted(Verdict(row["verdict"]), from_row(row["job"]), row["outbox_id"]) for row in rows
+        Accepted(Verdict(row["verdict"]), from_row(row["job"]), row["outbox_id"], row["begun"])
+        for row in rows
     ]
 
 

@@ -1,6 +1,5 @@
 """Volumes and attachments: their records and their statuses."""
 
-import dataclasses
 import enum
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -110,52 +109,44 @@ async def records(
 async def begin(
     store: database.Database,
     job: jobs.Job,
+    new: jobs.NewVolume,
     *,
-    volume_id: uuid.UUID,
-    name: str,
-    size_bytes: int,
-    metadata: Mapping[str, str],
+    begun: Mapping[str, Any] | None = None,
 ) -> Volume:
     """Makes the record of a volume that ``job`` is about to create, ``creating``.
+
+    ``begun`` is its row, where it was made when the job was accepted.
 
     Raises:
         VolumeExists: another job's volume has that id.
         LeaseLost: the job is no longer this worker's.
     """
-    new = _New(job, volume_id, name, size_bytes, metadata)
-    made = await store.together(_begin_all, new, key=lambda one: one.volume_id)
+    if begun is not None:
+        return from_row(begun)
+    made = await store.together(_begin_all, (job, new), key=lambda one: one[1].id)
     if made is None:
-        there = await find(store, volume_id)
+        there = await find(store, new.id)
         if there is None or there.created_by == job.id:
             raise database.LeaseLost("begin_volumes")
-        raise errors.VolumeExists(f"volume {volume_id} exists", volume_id=str(volume_id))
+        raise errors.VolumeExists(f"volume {new.id} exists", volume_id=str(new.id))
     return made
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _New:
-    """A volume that a job is about to create."""
-
-    job: jobs.Job
-    volume_id: uuid.UUID
-    name: str
-    size_bytes: int
-    metadata: Mapping[str, str]
-
-
-async def _begin_all(store: database.Database, new: Sequence[_New]) -> Sequence[Volume | None]:
+async def _begin_all(
+    store: database.Database, new: Sequence[tuple[jobs.Job, jobs.NewVolume]]
+) -> Sequence[Volume | None]:
     rows = await store.fetch(
         "begin_volumes",
-        [one.job.id for one in new],
-        [one.job.lease_token for one in new],
-        [one.volume_id for one in new],
-        [one.name for one in new],
-        [one.size_bytes for one in new],
-        [dict(one.metadata) for one in new],
-        [one.job.address for one in new],
+        [job.id for job, _ in new],
+        [job.lease_token for job, _ in new],
+        [one.id for _, one in new],
+        [one.name for _, one in new],
+        [one.size_bytes for _, one in new],
+        [dict(one.metadata) for _, one in new],
+        [job.address for job, _ in new],
     )
     found = {row["id"]: from_row(row) for row in rows}
-    return [found.get(one.volume_id) for one in new]
+    return [found.get(one.id) for _, one in new]
 
 
 async def take(
