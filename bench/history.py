@@ -15,7 +15,7 @@ import pydantic
 
 from bench import hosts
 from messages import resources
-from worker.store import database, jobs
+from worker.store import acceptance, database, jobs
 
 HERE = "bench@fake"
 ROUNDS = 50
@@ -97,7 +97,7 @@ async def _all(store: database.Database) -> dict[str, float]:
     owner = uuid.uuid4()
     for _ in range(ROUNDS):
         new = _job()
-        accepting = jobs.accept(store, [new], owner=owner, lease=LEASE, free=NO_ROOM)
+        accepting = acceptance.accept(store, [new], owner=owner, lease=LEASE, free=NO_ROOM)
         await watch.time("accept a job", accepting)
         [claimed] = await watch.time("claim a job", _claim(store, owner))
         assert claimed.id == new.id
@@ -123,11 +123,11 @@ def _list(
     return jobs.list_(store, address=address, state=state, volume_id=None, after=None, limit=100)
 
 
-def _job() -> jobs.NewJob:
+def _job() -> acceptance.NewJob:
     identity = uuid.uuid4()
     arguments = {"volume": {"name": str(identity), "size_bytes": 1 << 30}}
     body = json.dumps({"method": "create_volume", "version": "1.0", "args": arguments}).encode()
-    return jobs.NewJob(
+    return acceptance.NewJob(
         id=identity,
         method="create_volume",
         address=HERE,
@@ -140,5 +140,5 @@ def _job() -> jobs.NewJob:
         correlation_id=str(identity),
         status_updates=False,
         parent_job=None,
-        needs=[jobs.Need(identity, jobs.LockMode.EXCLUSIVE, known=False)],
+        needs=[acceptance.Need(identity, acceptance.LockMode.EXCLUSIVE, known=False)],
     )

@@ -18,9 +18,8 @@ import aio_pika.abc
 import aiormq
 from aiormq import spec
 from aiormq.abc import ChannelFrame
-from pamqp import body as content
-from pamqp import frame, header
-from pamqp.base import Frame
+
+from messages import frames
 
 Confirm = asyncio.Future[object]
 
@@ -68,7 +67,14 @@ class Wire:
         confirm: Confirm = asyncio.get_running_loop().create_future()
         try:
             # First what can fail: a delivery tag once counted must go out.
-            data = self._encode(message, exchange, routing_key, mandatory=mandatory)
+            data = frames.publish(
+                message,
+                exchange,
+                routing_key,
+                mandatory=mandatory,
+                channel=channel.number,
+                most=channel.max_content_size,
+            )
         except Exception as error:
             confirm.set_exception(Unencodable(f"{type(error).__name__}: {error}"))
             return confirm
@@ -83,17 +89,6 @@ class Wire:
         if self._writing is None:
             self._writing = asyncio.create_task(self._write())
         return confirm
-
-    def _encode(
-        self, message: aio_pika.Message, exchange: str, routing_key: str, *, mandatory: bool
-    ) -> bytes:
-        body, most = message.body, self._channel.max_content_size
-        frames: list[Frame | header.ContentHeader | content.ContentBody] = [
-            spec.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=mandatory),
-            header.ContentHeader(properties=message.properties, body_size=len(body)),
-            *(content.ContentBody(body[at : at + most]) for at in range(0, len(body), most)),
-        ]
-        return b"".join(frame.marshal(one, self._channel.number) for one in frames)
 
     async def _write(self) -> None:
         # Begins after the turn in which the first message came.
@@ -134,7 +129,7 @@ async def acknowledge(messages: Iterable[aio_pika.abc.AbstractIncomingMessage]) 
             if not channel.is_closed and message.delivery_tag is not None:
                 tags.setdefault(channel, []).append(message.delivery_tag)
     for channel, of_it in tags.items():
-        frames = [spec.Basic.Ack(delivery_tag=tag) for tag in of_it]
+        acks = [spec.Basic.Ack(delivery_tag=tag) for tag in of_it]
         await channel.write_queue.put(
-            ChannelFrame.marshall(channel_number=channel.number, frames=frames)
+            ChannelFrame.marshall(channel_number=channel.number, frames=acks)
         )

@@ -20,7 +20,7 @@ import structlog
 
 from messages import envelope, errors, letters, link, replies, requests, wire
 from worker import broker, operations, outbox, reads, runner
-from worker.store import database, jobs
+from worker.store import acceptance, database
 from worker.store import outbox as outbox_store
 
 log = structlog.get_logger(__name__)
@@ -93,7 +93,7 @@ class Inbox:
                 await self._take(batch, group)
 
     async def _take(self, batch: Sequence[Delivery], group: asyncio.TaskGroup) -> None:
-        to_store: list[tuple[Delivery, jobs.NewJob]] = []
+        to_store: list[tuple[Delivery, acceptance.NewJob]] = []
         for delivery in batch:
             try:
                 request = self._read(delivery)
@@ -164,7 +164,7 @@ class Inbox:
         body = envelope.read_body(message.body, self._limit, delivery.address)
         return _Request(delivery, properties, body)
 
-    def _new_job(self, request: _Request) -> jobs.NewJob | None:
+    def _new_job(self, request: _Request) -> acceptance.NewJob | None:
         """The job that a request asks for, or None where it only reads."""
         method, args = request.body.method, request.body.args
         if method.kind is requests.Kind.UNSUPPORTED:
@@ -178,7 +178,7 @@ class Inbox:
                 f"parent-job means nothing to {method.name}", member="parent-job"
             )
         properties = request.properties
-        return jobs.NewJob(
+        return acceptance.NewJob(
             id=properties.message_id,
             method=method.name,
             address=request.delivery.address,
@@ -198,7 +198,7 @@ class Inbox:
     # Storing
 
     async def _store_all(
-        self, batch: Sequence[tuple[Delivery, jobs.NewJob]], group: asyncio.TaskGroup
+        self, batch: Sequence[tuple[Delivery, acceptance.NewJob]], group: asyncio.TaskGroup
     ) -> None:
         try:
             accepted = await self._runner.accept([new for _, new in batch])
@@ -213,7 +213,7 @@ class Inbox:
             return
         done = []
         for (delivery, _), stored in zip(batch, accepted, strict=True):
-            if stored.verdict is jobs.Verdict.REUSED:
+            if stored.verdict is acceptance.Verdict.REUSED:
                 self._apart(group, delivery, self._refuse(delivery, _reused()))
                 continue
             done.append(delivery)
@@ -224,7 +224,7 @@ class Inbox:
 
     async def _store_apart(
         self,
-        batch: Sequence[tuple[Delivery, jobs.NewJob]],
+        batch: Sequence[tuple[Delivery, acceptance.NewJob]],
         group: asyncio.TaskGroup,
         error: Exception,
     ) -> None:

@@ -14,7 +14,7 @@ import structlog
 
 from messages import envelope, requests
 from worker import operations
-from worker.store import connections, database, jobs
+from worker.store import acceptance, connections, database
 
 log = structlog.get_logger(__name__)
 
@@ -22,7 +22,7 @@ FIRST_PAUSE: Final = 30.0
 """Seconds until a second job for a leftover that the first one could not end."""
 LONGEST_PAUSE: Final = 600.0
 
-Accept = Callable[[Sequence[jobs.NewJob]], Awaitable[object]]
+Accept = Callable[[Sequence[acceptance.NewJob]], Awaitable[object]]
 
 
 class Sweeper:
@@ -74,7 +74,7 @@ class Sweeper:
             self._tried[leftover] = (times + 1, now + pause)
 
 
-def ending(address: str, leftover: connections.Leftover) -> jobs.NewJob:
+def ending(address: str, leftover: connections.Leftover) -> acceptance.NewJob:
     """The job that ends what is left."""
     args: dict[str, object] = {"volume_id": str(leftover.volume_id)}
     method = "remove_export"
@@ -87,7 +87,7 @@ def ending(address: str, leftover: connections.Leftover) -> jobs.NewJob:
     read = envelope.read_body(body, len(body), address)
     identity = uuid.uuid4()
     operation = operations.OPERATIONS[method]
-    return jobs.NewJob(
+    return acceptance.NewJob(
         id=identity,
         method=method,
         address=address,

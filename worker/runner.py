@@ -17,7 +17,7 @@ from messages import client, errors, requests
 from messages.resources import JobState
 from worker import attempt, backend, cancellation, outbox, process
 from worker.connectors import registry
-from worker.store import database, jobs
+from worker.store import acceptance, database, jobs
 
 log = structlog.get_logger(__name__)
 
@@ -91,7 +91,7 @@ class Runner:
         # Slots are counted, filled from the database, and taken: one at a time.
         self._filling = asyncio.Lock()
 
-    async def accept(self, new: Sequence[jobs.NewJob]) -> list[jobs.Accepted]:
+    async def accept(self, new: Sequence[acceptance.NewJob]) -> list[acceptance.Accepted]:
         """Stores requests and starts at once those that can be.
 
         Raises:
@@ -99,7 +99,7 @@ class Runner:
         """
         async with self._filling:
             until = self._lease_from_now()
-            accepted = await jobs.accept(
+            accepted = await acceptance.accept(
                 self._store,
                 [self._as_it_can(one) for one in new],
                 owner=self._owner,
@@ -114,31 +114,35 @@ class Runner:
                 await self._cancel_what_waits(stored.job)
         return accepted
 
-    def _as_it_can(self, new: jobs.NewJob) -> jobs.NewJob:
+    def _as_it_can(self, new: acceptance.NewJob) -> acceptance.NewJob:
         """Without the record of a volume that its backend could not make now."""
         if new.creates is None or self._backends[new.address].ready:
             return new
         return dataclasses.replace(new, creates=None)
 
-    def _start_accepted(self, stored: jobs.Accepted, until: float) -> None:
+    def _start_accepted(self, stored: acceptance.Accepted, until: float) -> None:
         job = stored.job
         match stored.verdict:
-            case jobs.Verdict.RUNNING:
+            case acceptance.Verdict.RUNNING:
                 self._start(job, until, begun=stored.begun)
-            case jobs.Verdict.QUEUED:
+            case acceptance.Verdict.QUEUED:
                 self._is_more = True
                 self._outbox.say_job(job)
                 # What it waits for may have ended before anybody could know of it.
                 self.wake()
-            case jobs.Verdict.REPEATED | jobs.Verdict.FINISHED | jobs.Verdict.REUSED:
+            case (
+                acceptance.Verdict.REPEATED
+                | acceptance.Verdict.FINISHED
+                | acceptance.Verdict.REUSED
+            ):
                 pass
 
-    async def _start_lost(self, accepted: Sequence[jobs.Accepted]) -> None:
+    async def _start_lost(self, accepted: Sequence[acceptance.Accepted]) -> None:
         """Starts jobs that an earlier try of the statement has taken, and whose answer was lost."""
         lost = [
             stored.job
             for stored in accepted
-            if stored.verdict is jobs.Verdict.REPEATED
+            if stored.verdict is acceptance.Verdict.REPEATED
             and stored.job.state is JobState.RUNNING
             and stored.job.owner == self._owner
             and stored.job.id not in self._running

@@ -150,8 +150,8 @@ def _methods(classes: tuple[str, ...], *methods: str) -> tuple[str, ...]:
 PLACES: Final[Mapping[Point, Place]] = {
     Point.DELIVERED: _before("worker.inbox:Inbox.receive"),
     Point.READ: _after("messages.envelope:read_body"),
-    Point.STORING: _before("worker.store.jobs:accept"),
-    Point.STORED: _after("worker.store.jobs:accept"),
+    Point.STORING: _before("worker.store.acceptance:accept"),
+    Point.STORED: _after("worker.store.acceptance:accept"),
     Point.ACKNOWLEDGED: _after("messages.wire:acknowledge"),
     Point.BEGINNING: _before("worker.operations.base:parse"),
     Point.HOLDING: _after("worker.store.volumes:begin", "worker.store.volumes:take"),

@@ -8,7 +8,8 @@ from typing import Any
 from messages import resources
 from messages.resources import JobState
 from tests.integration import machine_bench, machine_jobs
-from worker.store.jobs import LockMode, Slot
+from worker.store.acceptance import LockMode
+from worker.store.jobs import Slot
 
 Row = Mapping[str, Any]
 

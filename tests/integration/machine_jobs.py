@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from messages import resources
 from messages.resources import JobState
 from worker.store import jobs
-from worker.store.jobs import LockMode, Slot
+from worker.store.acceptance import LockMode
+from worker.store.jobs import Slot
 
 CLEANUPS = ("terminate_connection",)
 """Methods that a parent's cancelling leaves alone."""

@@ -14,7 +14,7 @@ from tests.integration import machine_bench, machine_volume_rows, machine_volume
 from tests.integration.machine_bench import pick
 from tests.integration.machine_volumes import Kind
 from tests.integration.store_bench import HERE, PLENTY
-from worker.store import connections, database, jobs, reconciliation, volumes
+from worker.store import acceptance, connections, database, jobs, reconciliation, volumes
 
 LEASE: Final = 3600.0
 SIZE: Final = 1024
@@ -135,7 +135,7 @@ class Actions(stateful.RuleBasedStateMachine):
     def _request(self, kind: Kind, volume_id: uuid.UUID) -> None:
         job = machine_volumes.Job(next(self.ids), kind, volume_id)
         (stored,) = self.ground.run(
-            jobs.accept(
+            acceptance.accept(
                 self.store,
                 [store_bench.job(_need(job), id=job.id)],
                 owner=self.owner,
@@ -202,7 +202,7 @@ class Actions(stateful.RuleBasedStateMachine):
         assert made.seq == self._volume(job).seq
 
     async def _begin(self, job: jobs.Job, volume_id: uuid.UUID) -> volumes.Volume:
-        return await volumes.begin(self.store, job, jobs.NewVolume(volume_id, "v", SIZE, {}))
+        return await volumes.begin(self.store, job, acceptance.NewVolume(volume_id, "v", SIZE, {}))
 
     def _take_volume(self, job: machine_volumes.Job) -> None:
         volume = self.model.volumes.get(job.volume_id)
@@ -496,9 +496,9 @@ def connector(key: str, access_mode: str) -> requests.Connector:
     )
 
 
-def _need(job: machine_volumes.Job) -> jobs.Need:
+def _need(job: machine_volumes.Job) -> acceptance.Need:
     passing = machine_volumes.PASSING.get(job.kind)
-    return jobs.Need(
+    return acceptance.Need(
         job.volume_id,
         job.mode,
         known=job.kind is not Kind.CREATE,

@@ -10,7 +10,7 @@ from messages import resources
 from messages.resources import AttachStatus, JobState, VolumeStatus
 from worker.operations import base
 from worker.store import connections, reconciliation, volumes
-from worker.store.jobs import LockMode
+from worker.store.acceptance import LockMode
 
 
 class Kind(enum.StrEnum):

@@ -12,13 +12,13 @@ import pydantic
 
 from messages import resources
 from tests.services import environment
-from worker.store import database, jobs, volumes
+from worker.store import acceptance, database, jobs, volumes
 
 HERE = "host-a@fast"
 ELSEWHERE = "host-b@fast"
 PLENTY: Mapping[jobs.Slot, int] = {jobs.Slot.CONTROL: 1000, jobs.Slot.DATA: 1000}
 NONE: Mapping[jobs.Slot, int] = {jobs.Slot.CONTROL: 0, jobs.Slot.DATA: 0}
-X, C, R = jobs.LockMode.EXCLUSIVE, jobs.LockMode.CONTROL, jobs.LockMode.READ
+X, C, R = acceptance.LockMode.EXCLUSIVE, acceptance.LockMode.CONTROL, acceptance.LockMode.READ
 
 
 def slots(control: int = 1000, data: int = 1000) -> dict[jobs.Slot, int]:
@@ -26,12 +26,12 @@ def slots(control: int = 1000, data: int = 1000) -> dict[jobs.Slot, int]:
     return {jobs.Slot.CONTROL: control, jobs.Slot.DATA: data}
 
 
-def need(volume_id: uuid.UUID, mode: jobs.LockMode = X, **checks: Any) -> jobs.Need:
+def need(volume_id: uuid.UUID, mode: acceptance.LockMode = X, **checks: Any) -> acceptance.Need:
     """What a job needs of a volume that need not exist."""
-    return jobs.Need(volume_id, mode, **{"known": False, **checks})
+    return acceptance.Need(volume_id, mode, **{"known": False, **checks})
 
 
-def job(*needs: jobs.Need, **changed: Any) -> jobs.NewJob:
+def job(*needs: acceptance.Need, **changed: Any) -> acceptance.NewJob:
     """A request about to be accepted."""
     body = b'{"method": "m", "version": "1.0", "args": {}}'
     values: dict[str, Any] = {
@@ -49,7 +49,7 @@ def job(*needs: jobs.Need, **changed: Any) -> jobs.NewJob:
         "parent_job": None,
         "needs": needs,
     }
-    return jobs.NewJob(**{**values, **changed})
+    return acceptance.NewJob(**{**values, **changed})
 
 
 class Bench:
@@ -66,28 +66,28 @@ class Bench:
 
     async def accept(
         self,
-        *new: jobs.NewJob,
+        *new: acceptance.NewJob,
         free: Mapping[jobs.Slot, int] = PLENTY,
         lease: float = 30,
-    ) -> list[jobs.Accepted]:
+    ) -> list[acceptance.Accepted]:
         """Stores requests in one batch."""
-        return await jobs.accept(self.store, new, owner=self.owner, lease=lease, free=free)
+        return await acceptance.accept(self.store, new, owner=self.owner, lease=lease, free=free)
 
-    async def verdicts(self, *new: jobs.NewJob, **options: Any) -> list[str]:
+    async def verdicts(self, *new: acceptance.NewJob, **options: Any) -> list[str]:
         """Stores requests in one batch; what became of them."""
         return [str(one.verdict) for one in await self.accept(*new, **options)]
 
-    async def started(self, *needs: jobs.Need, lease: float = 30, **changed: Any) -> jobs.Job:
+    async def started(self, *needs: acceptance.Need, lease: float = 30, **changed: Any) -> jobs.Job:
         """A job that runs at once."""
         (accepted,) = await self.accept(job(*needs, **changed), lease=lease)
-        assert accepted.verdict is jobs.Verdict.RUNNING, accepted
+        assert accepted.verdict is acceptance.Verdict.RUNNING, accepted
         assert accepted.job.refusal is None, accepted
         return accepted.job
 
-    async def queued(self, *needs: jobs.Need, **changed: Any) -> jobs.Job:
+    async def queued(self, *needs: acceptance.Need, **changed: Any) -> jobs.Job:
         """A job that waits for a slot."""
         (accepted,) = await self.accept(job(*needs, **changed), free=NONE)
-        assert accepted.verdict is jobs.Verdict.QUEUED, accepted
+        assert accepted.verdict is acceptance.Verdict.QUEUED, accepted
         return accepted.job
 
     async def claim(
@@ -113,7 +113,7 @@ class Bench:
         """A volume as a job has made it."""
         volume_id = uuid.uuid4()
         maker = await self.started(need(volume_id), address=address)
-        await volumes.begin(self.store, maker, jobs.NewVolume(volume_id, "v", 1024, {}))
+        await volumes.begin(self.store, maker, acceptance.NewVolume(volume_id, "v", 1024, {}))
         change = jobs.VolumeChange(volume_id, {"status": status, **columns})
         await self.finish(maker, change=change, result=None)
         return await volumes.get(self.store, volume_id)

@@ -16,8 +16,9 @@ from tests.integration import machine_bench, machine_job_rows, machine_jobs, sto
 from tests.integration.machine_bench import pick
 from tests.integration.store_bench import ELSEWHERE, HERE
 from tests.services import environment
-from worker.store import database, jobs, outbox, replays
-from worker.store.jobs import LockMode, Slot, Verdict
+from worker.store import acceptance, database, jobs, outbox, replays
+from worker.store.acceptance import LockMode, Verdict
+from worker.store.jobs import Slot
 
 LEASE = 3600.0
 LIMITS = {Slot.CONTROL: 2, Slot.DATA: 1}
@@ -152,8 +153,10 @@ class JobMachine(stateful.RuleBasedStateMachine):
             parent=parent_id,
         )
 
-    async def _accept(self, worker: Worker, new: Sequence[jobs.NewJob]) -> Sequence[jobs.Accepted]:
-        return await jobs.accept(
+    async def _accept(
+        self, worker: Worker, new: Sequence[acceptance.NewJob]
+    ) -> Sequence[acceptance.Accepted]:
+        return await acceptance.accept(
             self.store, new, owner=worker.owner, lease=LEASE, free=worker.free()
         )
 
@@ -466,13 +469,14 @@ class JobMachine(stateful.RuleBasedStateMachine):
         )
 
 
-def _needs(job: machine_jobs.Job) -> list[jobs.Need]:
+def _needs(job: machine_jobs.Job) -> list[acceptance.Need]:
     return [
-        jobs.Need(need.volume_id, need.mode, known=need.known, at_home=False) for need in job.needs
+        acceptance.Need(need.volume_id, need.mode, known=need.known, at_home=False)
+        for need in job.needs
     ]
 
 
-def _request(job: machine_jobs.Job, **changed: Any) -> jobs.NewJob:
+def _request(job: machine_jobs.Job, **changed: Any) -> acceptance.NewJob:
     return store_bench.job(
         *_needs(job),
         id=job.id,

@@ -14,7 +14,7 @@ from messages.resources import VolumeStatus
 from tests.integration import store_bench
 from tests.integration.store_bench import HERE, NONE, C, R, X, job, need, slots
 from tests.services import environment
-from worker.store import connections, jobs, volumes
+from worker.store import acceptance, connections, jobs, volumes
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ async def bench(installation: environment.Installation) -> AsyncIterator[store_b
         yield opened
 
 
-async def refusal_of(bench: store_bench.Bench, new: jobs.NewJob) -> Any:
+async def refusal_of(bench: store_bench.Bench, new: acceptance.NewJob) -> Any:
     """Why a request is refused at once; None where it is not."""
     (accepted,) = await bench.accept(new)
     if accepted.job.refusal is not None:
-        assert accepted.verdict is jobs.Verdict.RUNNING  # so that it is answered at once
+        assert accepted.verdict is acceptance.Verdict.RUNNING  # so that it is answered at once
         assert not await bench.rows("SELECT FROM job_locks WHERE job_id = $1", new.id)
     return accepted.job.refusal
 
@@ -37,7 +37,7 @@ async def refusal_of(bench: store_bench.Bench, new: jobs.NewJob) -> Any:
 
 async def test_a_job_whose_volume_is_free_is_stored_as_running(bench: store_bench.Bench) -> None:
     (accepted,) = await bench.accept(job(need(uuid.uuid4())), lease=20)
-    assert accepted.verdict is jobs.Verdict.RUNNING
+    assert accepted.verdict is acceptance.Verdict.RUNNING
     one = accepted.job
     assert one.state is resources.JobState.RUNNING
     assert (one.attempt, one.owner, one.overdue) == (1, bench.owner, False)
@@ -79,10 +79,10 @@ async def test_data_jobs_do_not_take_the_slots_of_control_jobs(bench: store_benc
 
 
 async def test_a_job_that_is_refused_takes_no_slot(bench: store_bench.Bench) -> None:
-    unknown = job(jobs.Need(uuid.uuid4(), X))
+    unknown = job(acceptance.Need(uuid.uuid4(), X))
     good = job(need(uuid.uuid4()))
     assert await bench.verdicts(unknown, good, free=slots(control=1)) == ["running", "running"]
-    again = job(jobs.Need(uuid.uuid4(), X))
+    again = job(acceptance.Need(uuid.uuid4(), X))
     assert await bench.verdicts(again, free=NONE) == ["running"]
 
 
@@ -99,14 +99,14 @@ async def test_a_job_that_needs_no_volume_starts_beside_anything(bench: store_be
     assert await bench.verdicts(job(), job(), job()) == ["running"] * 3
 
 
-def creating(**changed: Any) -> jobs.NewJob:
+def creating(**changed: Any) -> acceptance.NewJob:
     """A request to create a volume."""
     volume_id = uuid.uuid4()
-    new = jobs.NewVolume(volume_id, "v", 7, {"a": "b"})
+    new = acceptance.NewVolume(volume_id, "v", 7, {"a": "b"})
     return job(need(volume_id), creates=new, **changed)
 
 
-async def records(bench: store_bench.Bench, new: jobs.NewJob) -> int:
+async def records(bench: store_bench.Bench, new: acceptance.NewJob) -> int:
     """How many volumes there are of the one that a request is to create."""
     (wanted,) = new.needs
     return len(await bench.rows("SELECT FROM volumes WHERE id = $1", wanted.volume_id))
@@ -159,7 +159,7 @@ async def test_a_create_that_is_refused_or_repeated_leaves_the_record_as_it_was(
     new = creating()
     (first,) = await bench.accept(new)
     again, other = await bench.accept(new, dataclasses.replace(new, id=uuid.uuid4()))
-    assert (again.verdict, again.begun) == (jobs.Verdict.REPEATED, None)
+    assert (again.verdict, again.begun) == (acceptance.Verdict.REPEATED, None)
     assert other.job.refusal is not None
     assert other.begun is None
     (volume,) = await bench.rows("SELECT created_by, seq FROM volumes")
@@ -179,7 +179,7 @@ async def test_a_repeat_while_it_runs_changes_only_who_gets_the_answer(
         first, reply_to="b", correlation_id="2", status_updates=True, deadline=later
     )
     (again,) = await bench.other().accept(second)
-    assert again.verdict is jobs.Verdict.REPEATED
+    assert again.verdict is acceptance.Verdict.REPEATED
     one = again.job
     assert (one.reply_to, one.correlation_id, one.status_updates) == ("b", "2", True)
     assert one.deadline == later
@@ -216,7 +216,7 @@ async def test_a_repeat_after_the_end_is_answered_from_what_is_stored(
     (ran,) = await bench.accept(new)
     await bench.finish(ran.job, state=resources.JobState(state), result={"kept": True})
     (again,) = await bench.accept(dataclasses.replace(new, reply_to="b", correlation_id="2"))
-    assert again.verdict is jobs.Verdict.FINISHED
+    assert again.verdict is acceptance.Verdict.FINISHED
     assert again.job.state == state
     assert again.job.result == {"kept": True}
     assert (again.job.reply_to, again.job.correlation_id) == ("b", "2")
@@ -234,7 +234,7 @@ async def test_the_same_id_for_another_request_leaves_the_job_untouched(
     before = await bench.rows("SELECT * FROM jobs")
     thief = dataclasses.replace(new, fingerprint=b"other", reply_to="b", correlation_id="2")
     (reused,) = await bench.accept(thief)
-    assert reused.verdict is jobs.Verdict.REUSED
+    assert reused.verdict is acceptance.Verdict.REUSED
     assert reused.outbox_id is None
     assert await bench.rows("SELECT * FROM jobs") == before
 
@@ -244,7 +244,7 @@ async def test_the_same_id_for_another_request_leaves_the_job_untouched(
 
 async def test_a_volume_that_nobody_knows_is_refused(bench: store_bench.Bench) -> None:
     volume_id = uuid.uuid4()
-    assert await refusal_of(bench, job(jobs.Need(volume_id, C))) == {
+    assert await refusal_of(bench, job(acceptance.Need(volume_id, C))) == {
         "code": "VolumeNotFound",
         "volume_id": str(volume_id),
     }
@@ -253,7 +253,7 @@ async def test_a_volume_that_nobody_knows_is_refused(bench: store_bench.Bench) -
 async def test_a_volume_that_is_about_to_be_made_is_waited_for(bench: store_bench.Bench) -> None:
     volume_id = uuid.uuid4()
     await bench.accept(job(need(volume_id)))
-    assert await bench.verdicts(job(jobs.Need(volume_id, C))) == ["queued"]
+    assert await bench.verdicts(job(acceptance.Need(volume_id, C))) == ["queued"]
 
 
 async def test_a_volume_that_is_there_already_cannot_be_made(bench: store_bench.Bench) -> None:
@@ -268,12 +268,12 @@ async def test_a_volume_of_another_address_is_refused_with_the_right_one(
     bench: store_bench.Bench,
 ) -> None:
     volume = await bench.volume(address=store_bench.ELSEWHERE)
-    assert await refusal_of(bench, job(jobs.Need(volume.id, C))) == {
+    assert await refusal_of(bench, job(acceptance.Need(volume.id, C))) == {
         "code": "WrongAddress",
         "volume_id": str(volume.id),
         "address": store_bench.ELSEWHERE,
     }
-    assert await refusal_of(bench, job(jobs.Need(volume.id, C, at_home=False))) is None
+    assert await refusal_of(bench, job(acceptance.Need(volume.id, C, at_home=False))) is None
 
 
 @pytest.mark.parametrize("status", ["error", "maintenance", "deleting", "error_deleting"])
@@ -281,7 +281,7 @@ async def test_a_visible_status_that_conflicts_is_refused(
     bench: store_bench.Bench, status: str
 ) -> None:
     volume = await bench.volume(status=status)
-    wanted = jobs.Need(volume.id, X, statuses=[VolumeStatus.AVAILABLE])
+    wanted = acceptance.Need(volume.id, X, statuses=[VolumeStatus.AVAILABLE])
     assert await refusal_of(bench, job(wanted)) == {
         "code": "InvalidVolumeStatus",
         "volume_id": str(volume.id),
@@ -294,7 +294,7 @@ async def test_a_status_that_passes_by_itself_is_waited_for(
     bench: store_bench.Bench, status: str
 ) -> None:
     volume = await bench.volume(status=status)
-    wanted = jobs.Need(volume.id, X, statuses=[VolumeStatus.AVAILABLE])
+    wanted = acceptance.Need(volume.id, X, statuses=[VolumeStatus.AVAILABLE])
     assert await refusal_of(bench, job(wanted)) is None
 
 
@@ -315,7 +315,7 @@ async def connect(bench: store_bench.Bench, volume: volumes.Volume, **connector:
 async def test_a_volume_with_a_connection_is_busy(bench: store_bench.Bench) -> None:
     volume = await bench.volume()
     made = await connect(bench, volume, host="b", initiator="iqn.1994-05.com.example:b")
-    idle = jobs.Need(volume.id, X, idle=True)
+    idle = acceptance.Need(volume.id, X, idle=True)
     assert await refusal_of(bench, job(idle)) == {
         "code": "VolumeIsBusy",
         "volume_id": str(volume.id),
@@ -332,13 +332,16 @@ async def test_a_volume_whose_last_connection_may_be_ending_is_waited_for(
     volume = await bench.volume()
     await connect(bench, volume, host="b", initiator="iqn.1994-05.com.example:b")
     await bench.started(need(volume.id, C, known=True))  # a terminate_connection, say
-    assert await bench.verdicts(job(jobs.Need(volume.id, X, idle=True))) == ["queued"]
+    assert await bench.verdicts(job(acceptance.Need(volume.id, X, idle=True))) == ["queued"]
 
 
 async def test_of_several_needs_the_first_refusal_is_told(bench: store_bench.Bench) -> None:
     volume = await bench.volume(status="error")
     unknown = uuid.uuid4()
-    both = job(jobs.Need(volume.id, R, statuses=[VolumeStatus.AVAILABLE]), jobs.Need(unknown, X))
+    both = job(
+        acceptance.Need(volume.id, R, statuses=[VolumeStatus.AVAILABLE]),
+        acceptance.Need(unknown, X),
+    )
     refusal = await refusal_of(bench, both)
     assert refusal["code"] == "InvalidVolumeStatus"
 
@@ -348,7 +351,7 @@ async def test_of_several_needs_the_first_refusal_is_told(bench: store_bench.Ben
 
 @pytest.mark.parametrize(("held", "wanted"), list(itertools.product([X, C, R], repeat=2)))
 async def test_what_conflicts_waits_and_what_does_not_runs_beside(
-    bench: store_bench.Bench, held: jobs.LockMode, wanted: jobs.LockMode
+    bench: store_bench.Bench, held: acceptance.LockMode, wanted: acceptance.LockMode
 ) -> None:
     beside = {(R, R), (R, C), (C, R)}
     volume_id = uuid.uuid4()

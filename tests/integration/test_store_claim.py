@@ -16,7 +16,7 @@ from messages import errors, resources
 from tests.integration import store_bench
 from tests.integration.store_bench import ELSEWHERE, HERE, NONE, C, R, X, job, need, slots
 from tests.services import environment
-from worker.store import database, jobs, volumes
+from worker.store import acceptance, database, jobs, volumes
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ async def test_a_worker_that_has_lost_a_job_changes_nothing_any_more(
         bench.finish(lost, change=jobs.VolumeChange(volume.id, drop=True)),
         jobs.requeue(store, lost, delay=0, error=None),
         jobs.set_progress(store, lost, progress),
-        volumes.begin(store, lost, jobs.NewVolume(uuid.uuid4(), "v", 1, {})),
+        volumes.begin(store, lost, acceptance.NewVolume(uuid.uuid4(), "v", 1, {})),
         volumes.take(
             store,
             lost,
@@ -412,7 +412,7 @@ class Scene:
             if one is not two and any(_conflict(a, b) for a in one.needs for b in two.needs)
         }
 
-    def _job(self, ids: list[uuid.UUID]) -> jobs.NewJob:
+    def _job(self, ids: list[uuid.UUID]) -> acceptance.NewJob:
         dice = self.dice
         needs = [
             need(volume_id, dice.choice([X, C, C, R, R, R]))
@@ -439,7 +439,7 @@ class Scene:
             batch = [self.waiting.popleft() for _ in range(size)]
             accepted = await worker.accept(*batch, free=dict(free))
             for one in accepted:
-                if one.verdict is jobs.Verdict.RUNNING:
+                if one.verdict is acceptance.Verdict.RUNNING:
                     start(one.job)
             for claimed in await worker.claim(free=dict(free)):
                 start(claimed)
@@ -501,7 +501,7 @@ async def test_conflicting_jobs_never_run_at_once_and_each_volumes_order_is_kept
     assert len(scene.spans) > len(scene.new)  # some were put back, some were lost
 
 
-def _conflict(one: jobs.Need, two: jobs.Need) -> bool:
+def _conflict(one: acceptance.Need, two: acceptance.Need) -> bool:
     return one.volume_id == two.volume_id and (
         X in (one.mode, two.mode) or (one.mode, two.mode) == (C, C)
     )
@@ -531,7 +531,7 @@ async def test_a_job_whose_volumes_record_is_gone_does_not_end_well(
 ) -> None:
     volume_id = uuid.uuid4()
     one = await bench.started(need(volume_id))
-    await volumes.begin(bench.store, one, jobs.NewVolume(volume_id, "v", 1, {}))
+    await volumes.begin(bench.store, one, acceptance.NewVolume(volume_id, "v", 1, {}))
     await bench.rows("DELETE FROM volumes WHERE id = $1", volume_id)
     change = jobs.VolumeChange(volume_id, {"status": "available"})
     with pytest.raises(database.LeaseLost):

@@ -11,7 +11,7 @@ from tests.integration import store_bench
 from tests.integration.store_bench import HERE, C, need
 from tests.services import environment
 from worker import leftovers
-from worker.store import connections, jobs, volumes
+from worker.store import acceptance, connections, jobs, volumes
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ async def test_an_export_that_nobody_needs_is_ended_by_its_ended_connection_alon
     volume, made = await left_export(bench)
     found = await connections.leftovers(bench.store, HERE)
     assert found == [connections.Leftover(volume.id, made.id)]
-    accepted: list[jobs.NewJob] = []
+    accepted: list[acceptance.NewJob] = []
 
-    async def accept(new: Sequence[jobs.NewJob]) -> None:
+    async def accept(new: Sequence[acceptance.NewJob]) -> None:
         accepted.extend(new)
 
     await leftovers.Sweeper(bench.store, HERE, accept).sweep()
@@ -85,7 +85,7 @@ async def test_a_leftover_that_stays_gets_jobs_at_longer_and_longer_intervals(
     accepted: list[float] = []
     clock = Clock()
 
-    async def accept(new: Sequence[jobs.NewJob]) -> None:
+    async def accept(new: Sequence[acceptance.NewJob]) -> None:
         accepted.extend(clock.now for _ in new)
 
     sweeper = leftovers.Sweeper(bench.store, HERE, accept, clock=clock)
@@ -104,7 +104,7 @@ async def test_a_leftover_that_was_forgotten_is_swept_at_once_again(
     accepted: list[uuid.UUID] = []
     clock = Clock()
 
-    async def accept(new: Sequence[jobs.NewJob]) -> None:
+    async def accept(new: Sequence[acceptance.NewJob]) -> None:
         accepted.extend(one.id for one in new)
 
     sweeper = leftovers.Sweeper(bench.store, HERE, accept, clock=clock)

@@ -15,7 +15,7 @@ from tests.integration import store_bench
 from tests.integration.store_bench import C, X, job, need
 from tests.services import environment
 from worker import operations
-from worker.store import jobs, replays, volumes
+from worker.store import acceptance, jobs, replays, volumes
 
 FAULT = errors.TargetError("tgtd is away")
 USABLE = [VolumeStatus.AVAILABLE, VolumeStatus.IN_USE]
@@ -35,7 +35,7 @@ async def die(
 
 
 async def revive(
-    bench: store_bench.Bench, one: jobs.Job, *needs: jobs.Need, **changed: Any
+    bench: store_bench.Bench, one: jobs.Job, *needs: acceptance.Need, **changed: Any
 ) -> replays.Revival:
     values: dict[str, Any] = {
         "ending": one.endings,
@@ -48,7 +48,7 @@ async def revive(
 
 
 async def outcome_of(
-    bench: store_bench.Bench, one: jobs.Job, *needs: jobs.Need, **changed: Any
+    bench: store_bench.Bench, one: jobs.Job, *needs: acceptance.Need, **changed: Any
 ) -> str:
     return str((await revive(bench, one, *needs, **changed)).outcome)
 
@@ -157,7 +157,7 @@ async def test_a_dry_run_finds_out_and_changes_nothing(bench: store_bench.Bench)
     volume_id = uuid.uuid4()
     wanted = need(volume_id, X)
     one = await bench.started(wanted, method="create_volume")
-    await volumes.begin(bench.store, one, jobs.NewVolume(volume_id, "v", 1, {}))
+    await volumes.begin(bench.store, one, acceptance.NewVolume(volume_id, "v", 1, {}))
     dead = await die(bench, one)
     before = await bench.columns()
     assert await outcome_of(bench, dead, wanted, dry_run=True) == "revived"
@@ -294,12 +294,12 @@ async def test_a_child_is_not_revived_after_its_parent_save_to_give_something_ba
 # A volume that it left in an error itself
 
 
-async def _failed_create(bench: store_bench.Bench) -> tuple[jobs.Job, jobs.Need]:
+async def _failed_create(bench: store_bench.Bench) -> tuple[jobs.Job, acceptance.Need]:
     one = job(method="create_volume")
     args = requests.CreateVolume.model_validate({"volume": {"name": "v", "size_bytes": 1}})
     (wanted,) = operations.OPERATIONS["create_volume"].needs(one.id, args)
     started = await bench.started(wanted, id=one.id, method="create_volume")
-    await volumes.begin(bench.store, started, jobs.NewVolume(wanted.volume_id, "v", 1, {}))
+    await volumes.begin(bench.store, started, acceptance.NewVolume(wanted.volume_id, "v", 1, {}))
     dead = await die(bench, started)
     assert (await volumes.get(bench.store, wanted.volume_id)).status == "error"
     return dead, wanted
@@ -317,7 +317,7 @@ async def test_a_create_goes_on_with_the_record_that_it_left_in_an_error(
     (claimed,) = await bench.claim()
     assert claimed.resumed
     made = await volumes.begin(
-        bench.store, claimed, jobs.NewVolume(wanted.volume_id, "edited", 2, {"a": "b"})
+        bench.store, claimed, acceptance.NewVolume(wanted.volume_id, "edited", 2, {"a": "b"})
     )
     assert (made.name, made.size_bytes, made.metadata) == ("edited", 2, {"a": "b"})
     change = jobs.VolumeChange(made.id, {"status": VolumeStatus.AVAILABLE})

@@ -13,7 +13,7 @@ from tests.contract import schema
 from tests.integration import store_bench
 from tests.integration.store_bench import ELSEWHERE, HERE, C, R, X, need
 from tests.services import environment
-from worker.store import connections, jobs, volumes
+from worker.store import acceptance, connections, jobs, volumes
 
 SECRET = "hunter2-hunter2"
 INITIATOR = "iqn.1994-05.com.example:b"
@@ -117,7 +117,9 @@ async def test_two_changes_at_once_are_both_counted(bench: store_bench.Bench) ->
 
 
 async def begin(bench: store_bench.Bench, one: jobs.Job, volume_id: uuid.UUID) -> volumes.Volume:
-    return await volumes.begin(bench.store, one, jobs.NewVolume(volume_id, "v", 7, {"a": "b"}))
+    return await volumes.begin(
+        bench.store, one, acceptance.NewVolume(volume_id, "v", 7, {"a": "b"})
+    )
 
 
 async def test_a_new_volume_is_creating_and_its_record_is_that_of_the_contract(

@@ -13,7 +13,7 @@ from worker.cli import reach
 from worker.connectors import base as connectors
 from worker.connectors import registry
 from worker.reconciliation import host, reconciler
-from worker.store import database, jobs
+from worker.store import acceptance, database, jobs
 from worker.targets import base as targets
 
 
@@ -71,7 +71,7 @@ def _say_nothing(_event: Mapping[str, Any]) -> None:
     """Nobody here publishes events; the next change of the volume tells what it is like."""
 
 
-async def _store_queued(store: database.Database, new: Sequence[jobs.NewJob]) -> object:
+async def _store_queued(store: database.Database, new: Sequence[acceptance.NewJob]) -> object:
     """Stores jobs for the worker that is started next."""
     none_free = dict.fromkeys(jobs.Slot, 0)
-    return await jobs.accept(store, new, owner=uuid.uuid4(), lease=1.0, free=none_free)
+    return await acceptance.accept(store, new, owner=uuid.uuid4(), lease=1.0, free=none_free)

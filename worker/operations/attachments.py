@@ -7,7 +7,7 @@ from typing import Final
 from messages import errors, requests, resources
 from messages.resources import AttachStatus, VolumeStatus
 from worker.operations import base
-from worker.store import jobs, volumes
+from worker.store import acceptance, jobs, volumes
 
 
 async def _attach(context: base.Context) -> base.Outcome:
@@ -110,13 +110,15 @@ def _is_same(there: resources.Attachment, args: requests.AttachVolume) -> bool:
 OPERATIONS: Final[Mapping[str, base.Operation]] = {
     "attach_volume": base.Operation(
         _attach,
-        lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL, statuses=base.USABLE)],
+        lambda _, args: [
+            acceptance.Need(args.volume_id, acceptance.LockMode.CONTROL, statuses=base.USABLE)
+        ],
         undo=_undo_attach,
         take_back=_undo_attach,
     ),
     "detach_volume": base.Operation(
         _detach,
-        lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL)],
+        lambda _, args: [acceptance.Need(args.volume_id, acceptance.LockMode.CONTROL)],
         take_back=_take_back_detach,
     ),
 }

@@ -12,7 +12,7 @@ from messages.resources import VolumeStatus
 from worker import backend
 from worker.connectors import registry
 from worker.drivers import base as drivers
-from worker.store import database, jobs, volumes
+from worker.store import acceptance, database, jobs, volumes
 
 USABLE = (VolumeStatus.AVAILABLE, VolumeStatus.IN_USE)
 """Statuses in which a volume can be connected, exported and copied from."""
@@ -118,9 +118,9 @@ class Operation:
     """How one method is carried out."""
 
     run: Callable[[Context], Awaitable[Outcome]]
-    needs: Callable[[uuid.UUID, Any], Sequence[jobs.Need]]
+    needs: Callable[[uuid.UUID, Any], Sequence[acceptance.Need]]
     """The volumes that it needs, from the job's id and arguments."""
-    creates: Callable[[uuid.UUID, Any], jobs.NewVolume] | None = None
+    creates: Callable[[uuid.UUID, Any], acceptance.NewVolume] | None = None
     """The volume that it makes the record of before all else."""
     slot: jobs.Slot = jobs.Slot.CONTROL
     takes_parent: bool = False

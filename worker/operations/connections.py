@@ -11,7 +11,7 @@ import structlog
 from messages import errors, requests
 from worker import backend as backends
 from worker.operations import base, exports
-from worker.store import connections, database, jobs, volumes
+from worker.store import acceptance, connections, database, jobs, volumes
 from worker.targets import base as targets
 
 log = structlog.get_logger(__name__)
@@ -203,14 +203,16 @@ async def _which(
 OPERATIONS: Final[Mapping[str, base.Operation]] = {
     "initialize_connection": base.Operation(
         _initialize,
-        lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL, statuses=base.USABLE)],
+        lambda _, args: [
+            acceptance.Need(args.volume_id, acceptance.LockMode.CONTROL, statuses=base.USABLE)
+        ],
         takes_parent=True,
         undo=_undo,
         take_back=_undo,
     ),
     "terminate_connection": base.Operation(
         _terminate,
-        lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL)],
+        lambda _, args: [acceptance.Need(args.volume_id, acceptance.LockMode.CONTROL)],
         takes_parent=True,
     ),
 }

@@ -17,7 +17,7 @@ from messages import errors, requests, topology
 from messages.resources import AccessMode, Progress, VolumeStatus
 from worker.connectors import base as connectors
 from worker.operations import attaching, base
-from worker.store import connections, jobs, volumes
+from worker.store import acceptance, connections, jobs, volumes
 from worker.transfer import copying
 
 log = structlog.get_logger(__name__)
@@ -200,13 +200,13 @@ def _progress(progress: copying.Progress) -> Progress:
     )
 
 
-def _needs(_job_id: object, args: requests.CopyVolumeData) -> list[jobs.Need]:
-    source = jobs.Need(
-        args.source_volume_id, jobs.LockMode.READ, at_home=False, statuses=base.USABLE
+def _needs(_job_id: object, args: requests.CopyVolumeData) -> list[acceptance.Need]:
+    source = acceptance.Need(
+        args.source_volume_id, acceptance.LockMode.READ, at_home=False, statuses=base.USABLE
     )
-    destination = jobs.Need(
+    destination = acceptance.Need(
         args.destination_volume_id,
-        jobs.LockMode.EXCLUSIVE,
+        acceptance.LockMode.EXCLUSIVE,
         at_home=False,
         idle=True,
         statuses=[VolumeStatus.AVAILABLE],

@@ -9,7 +9,7 @@ from typing import Final
 from messages import errors, requests
 from worker import backend as backends
 from worker.operations import base
-from worker.store import connections, database, jobs, volumes
+from worker.store import acceptance, connections, database, jobs, volumes
 
 
 def path_of(backend: backends.Backend, volume: volumes.Volume) -> pathlib.Path:
@@ -124,8 +124,8 @@ async def _take_back_remove(context: base.Context) -> None:
     await take_back_end(context, await context.volume(args.volume_id))
 
 
-def _needs(_job_id: object, args: requests.VolumeOnly) -> list[jobs.Need]:
-    return [jobs.Need(args.volume_id, jobs.LockMode.CONTROL, statuses=base.USABLE)]
+def _needs(_job_id: object, args: requests.VolumeOnly) -> list[acceptance.Need]:
+    return [acceptance.Need(args.volume_id, acceptance.LockMode.CONTROL, statuses=base.USABLE)]
 
 
 OPERATIONS: Final[Mapping[str, base.Operation]] = {
@@ -133,7 +133,7 @@ OPERATIONS: Final[Mapping[str, base.Operation]] = {
     "ensure_export": base.Operation(_ensure, _needs, undo=_undo, take_back=_undo),
     "remove_export": base.Operation(
         _remove,
-        lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.CONTROL)],
+        lambda _, args: [acceptance.Need(args.volume_id, acceptance.LockMode.CONTROL)],
         take_back=_take_back_remove,
     ),
 }

@@ -8,7 +8,7 @@ from messages import errors, requests
 from messages.resources import VolumeStatus
 from worker import backend as backends
 from worker.operations import base, exports
-from worker.store import connections, jobs, volumes
+from worker.store import acceptance, connections, jobs, volumes
 
 _DELETABLE: Final = (
     VolumeStatus.AVAILABLE,
@@ -30,9 +30,11 @@ def _new_id(job_id: uuid.UUID, args: requests.CreateVolume) -> uuid.UUID:
     return args.volume.id or uuid.uuid5(job_id, "volume")
 
 
-def _new(job_id: uuid.UUID, args: requests.CreateVolume) -> jobs.NewVolume:
+def _new(job_id: uuid.UUID, args: requests.CreateVolume) -> acceptance.NewVolume:
     volume = args.volume
-    return jobs.NewVolume(_new_id(job_id, args), volume.name, volume.size_bytes, volume.metadata)
+    return acceptance.NewVolume(
+        _new_id(job_id, args), volume.name, volume.size_bytes, volume.metadata
+    )
 
 
 async def _create(context: base.Context) -> base.Outcome:
@@ -163,7 +165,7 @@ OPERATIONS: Final[Mapping[str, base.Operation]] = {
     "create_volume": base.Operation(
         _create,
         lambda job_id, args: [
-            jobs.Need(_new_id(job_id, args), jobs.LockMode.EXCLUSIVE, known=False)
+            acceptance.Need(_new_id(job_id, args), acceptance.LockMode.EXCLUSIVE, known=False)
         ],
         creates=_new,
         take_back=_take_back_create,
@@ -171,13 +173,17 @@ OPERATIONS: Final[Mapping[str, base.Operation]] = {
     "delete_volume": base.Operation(
         _delete,
         lambda _, args: [
-            jobs.Need(args.volume_id, jobs.LockMode.EXCLUSIVE, idle=True, statuses=_DELETABLE)
+            acceptance.Need(
+                args.volume_id, acceptance.LockMode.EXCLUSIVE, idle=True, statuses=_DELETABLE
+            )
         ],
         take_back=_take_back_delete,
     ),
     "extend_volume": base.Operation(
         _extend,
-        lambda _, args: [jobs.Need(args.volume_id, jobs.LockMode.EXCLUSIVE, statuses=base.USABLE)],
+        lambda _, args: [
+            acceptance.Need(args.volume_id, acceptance.LockMode.EXCLUSIVE, statuses=base.USABLE)
+        ],
         take_back=_take_back_extend,
     ),
 }

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from worker.store import database, jobs
+from worker.store import acceptance, database, jobs
 
 
 class Outcome(enum.StrEnum):
@@ -39,7 +39,7 @@ async def revive(
     ending: int,
     body: bytes | None,
     slot: jobs.Slot,
-    needs: Sequence[jobs.Need],
+    needs: Sequence[acceptance.Need],
     dry_run: bool,
 ) -> Revival:
     """Takes a job that has ended back to be run again, behind all that was accepted since.

@@ -9,7 +9,7 @@ import pydantic
 
 from messages import errors, resources
 from messages.resources import VolumeStatus
-from worker.store import database, jobs
+from worker.store import acceptance, database, jobs
 
 
 class Export(enum.StrEnum):
@@ -109,7 +109,7 @@ async def records(
 async def begin(
     store: database.Database,
     job: jobs.Job,
-    new: jobs.NewVolume,
+    new: acceptance.NewVolume,
     *,
     begun: Mapping[str, Any] | None = None,
 ) -> Volume:
@@ -133,7 +133,7 @@ async def begin(
 
 
 async def _begin_all(
-    store: database.Database, new: Sequence[tuple[jobs.Job, jobs.NewVolume]]
+    store: database.Database, new: Sequence[tuple[jobs.Job, acceptance.NewVolume]]
 ) -> Sequence[Volume | None]:
     rows = await store.fetch(
         "begin_volumes",
