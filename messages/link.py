@@ -19,7 +19,7 @@ import aio_pika.abc
 import aio_pika.exceptions
 import pydantic
 
-from messages import decoding, errors, wire
+from messages import decoding, errors, frames, wire
 
 # Not structlog, which prints to stdout where a caller has not set it up.
 log = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ def _refusal(error: BaseException) -> str:
 class Outgoing:
     """A message and where it goes."""
 
-    message: aio_pika.Message
+    message: frames.Message
     exchange: str
     routing_key: str
     mandatory: bool
@@ -238,7 +238,7 @@ class Publisher:
 
     async def publish(
         self,
-        message: aio_pika.Message,
+        message: frames.Message,
         *,
         exchange: str,
         routing_key: str,

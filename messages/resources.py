@@ -3,16 +3,24 @@
 import datetime
 import enum
 import uuid
-from typing import Annotated, Any
+from typing import Annotated, Any, overload
 
 import pydantic
 
 
-def _to_rfc3339(value: datetime.datetime) -> str:
-    return value.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+@overload
+def rfc3339(value: datetime.datetime) -> str: ...
+@overload
+def rfc3339(value: datetime.datetime | None) -> str | None: ...
+def rfc3339(value: datetime.datetime | None) -> str | None:
+    """A moment as it is sent, in UTC with microseconds; None for None."""
+    if value is None:
+        return None
+    moment = value.astimezone(datetime.UTC).replace(tzinfo=None)
+    return moment.isoformat(timespec="microseconds") + "Z"
 
 
-Time = Annotated[datetime.datetime, pydantic.PlainSerializer(_to_rfc3339, return_type=str)]
+Time = Annotated[datetime.datetime, pydantic.PlainSerializer(rfc3339, return_type=str)]
 """A moment, RFC 3339 in UTC on the wire."""
 
 

@@ -47,7 +47,7 @@ class Wire:
         return self._channel.is_closed
 
     def publish(
-        self, message: aio_pika.Message, *, exchange: str, routing_key: str, mandatory: bool
+        self, message: frames.Message, *, exchange: str, routing_key: str, mandatory: bool
     ) -> Confirm:
         """Sends a message at the end of this turn; the future ends with the broker's confirm.
 

@@ -15,7 +15,7 @@ import aio_pika.exceptions
 import pydantic
 import structlog
 
-from messages import errors, link, topology
+from messages import errors, frames, link, topology
 
 log = structlog.get_logger(__name__)
 
@@ -81,7 +81,7 @@ class Broker:
             group.create_task(self._keep_standing())
 
     async def publish(
-        self, message: aio_pika.Message, *, exchange: str, routing_key: str, mandatory: bool
+        self, message: frames.Message, *, exchange: str, routing_key: str, mandatory: bool
     ) -> None:
         """Publishes with a confirm.
 

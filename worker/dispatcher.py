@@ -11,10 +11,9 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
 
-import aio_pika
 import structlog
 
-from messages import errors, link
+from messages import errors, frames, link
 from worker import broker, retry
 
 log = structlog.get_logger(__name__)
@@ -45,7 +44,7 @@ class Item:
 
     exchange: str
     routing_key: str
-    make: Callable[[], aio_pika.Message]
+    make: Callable[[], frames.Message]
     mandatory: bool
     parcel: Parcel | None = None
     job_id: uuid.UUID | None = None
@@ -195,7 +194,7 @@ class Dispatcher:
             if not self._is_dealt_with(item, error)
         ]
 
-    def _make(self, item: Item) -> aio_pika.Message | None:
+    def _make(self, item: Item) -> frames.Message | None:
         try:
             return item.make()
         except Exception:

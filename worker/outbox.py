@@ -14,10 +14,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-import aio_pika
 import structlog
 
-from messages import envelope, errors, fitting, letters, replies, resources, topology
+from messages import errors, fitting, frames, letters, replies, resources, topology
 from worker import broker, dispatcher
 from worker.store import connections, database, jobs
 from worker.store import outbox as outbox_store
@@ -276,25 +275,19 @@ def may_be_mandatory(reply_to: str) -> bool:
 
 def reply_message(
     body: Mapping[str, Any], kind: replies.ReplyType, identity: uuid.UUID, correlation_id: str
-) -> aio_pika.Message:
+) -> frames.Plain:
     """A reply as it is published."""
-    return aio_pika.Message(
+    return frames.Plain(
         fitting.encode(body, within="result" if body.get("ok") else "error"),
+        str(identity),
         type=kind,
-        content_type=envelope.CONTENT_TYPE,
         correlation_id=correlation_id,
-        message_id=str(identity),
-        delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
     )
 
 
-def _event_message(body: Mapping[str, Any]) -> aio_pika.Message:
-    return aio_pika.Message(
-        fitting.encode(body, within=next(name for name in body if name not in ("at", "seq"))),
-        message_id=str(uuid.uuid4()),
-        content_type=envelope.CONTENT_TYPE,
-        delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
-    )
+def _event_message(body: Mapping[str, Any]) -> frames.Plain:
+    within = next(name for name in body if name not in ("at", "seq"))
+    return frames.Plain(fitting.encode(body, within=within), str(uuid.uuid4()))
 
 
 def _is_dead_letter(job: jobs.Job) -> bool:

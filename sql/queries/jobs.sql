@@ -135,13 +135,17 @@ WITH input AS (
     RETURNING id, job_id
 )
 SELECT
-    done.*, told.id AS outbox_id,
+    done.id, done.state, done.result, done.error, done.progress, done.connection_id, done.endings,
+    done.version, done.first_failed_at, done.finished_at, done.deadline, done.reply_to,
+    done.correlation_id, done.status_updates, told.id AS outbox_id,
+    -- The record that is the result is not sent twice.
     coalesce(gone.event, CASE WHEN changed.job_id IS NOT NULL THEN jsonb_build_object(
-        'at', rfc3339(changed.updated_at), 'seq', changed.seq, 'volume', changed.record) END
+        'at', rfc3339(changed.updated_at), 'seq', changed.seq,
+        'volume', CASE WHEN NOT mine.is_record THEN changed.record END) END
     ) AS event,
     EXISTS (
         SELECT FROM jobs WHERE address = ANY ($9::text[]) AND state = 'queued') AS is_more
-FROM done JOIN told ON told.job_id = done.id
+FROM done JOIN mine USING (id) JOIN told ON told.job_id = done.id
     LEFT JOIN gone ON gone.job_id = done.id
     LEFT JOIN changed ON changed.job_id = done.id;
 

@@ -547,6 +547,7 @@ async def test_a_job_is_kept_as_it_came(bench: store_bench.Bench) -> None:
     assert (one.deadline, one.reply_to, one.correlation_id) == (deadline, "q", "ü")
     assert one.address == HERE
     assert one.to_wire()["args"] == {"a": "ü"}
+    assert resources.Job.model_validate(one.to_wire()).to_wire() == one.to_wire()
 
 
 async def test_jobs_are_listed_by_acceptance_page_by_page(bench: store_bench.Bench) -> None:

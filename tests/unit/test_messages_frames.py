@@ -33,7 +33,7 @@ def _read(data: bytes) -> Sequence[Any]:
     return found
 
 
-def _encoded(message: aio_pika.Message, *, mandatory: bool = True) -> Sequence[Any]:
+def _encoded(message: frames.Message, *, mandatory: bool = True) -> Sequence[Any]:
     data = frames.publish(
         message, "an.exchange", "host-a@fast", mandatory=mandatory, channel=CHANNEL, most=MOST
     )
@@ -90,6 +90,20 @@ def test_what_is_sent_is_read_back_whatever_it_holds(
     assert _properties(head.properties) == _properties(wanted.properties)
     assert all(isinstance(one, body.ContentBody) and len(one.value) <= MOST for one in bodies)
     assert b"".join(one.value for one in bodies) == data
+
+
+@given(text=st.text(st.characters(codec="utf-8"), max_size=60), kind=TEXTS)
+def test_a_plain_message_is_persistent_json(text: str, kind: str | None) -> None:
+    message = frames.Plain(b"{}", text, type=kind, correlation_id=text)
+    as_general = aio_pika.Message(
+        b"{}",
+        message_id=text,
+        type=kind,
+        correlation_id=text,
+        content_type="application/json",
+        delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
+    )
+    assert _encoded(message)[1].properties == _encoded(as_general)[1].properties
 
 
 @pytest.mark.parametrize("text", ["x" * 256, "\ud800"], ids=["too long", "no text"])

@@ -1,5 +1,6 @@
 """create_volume, delete_volume, extend_volume."""
 
+import functools
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -26,8 +27,13 @@ _NOTHING_MADE: Final = (
 
 
 def _new_id(job_id: uuid.UUID, args: requests.CreateVolume) -> uuid.UUID:
-    # Made from the job's id, so that every attempt means the same volume.
-    return args.volume.id or uuid.uuid5(job_id, "volume")
+    return args.volume.id or _id_made_of(job_id)
+
+
+@functools.lru_cache(maxsize=1024)
+def _id_made_of(job_id: uuid.UUID) -> uuid.UUID:
+    # So that every attempt means the same volume.
+    return uuid.uuid5(job_id, "volume")
 
 
 def _new(job_id: uuid.UUID, args: requests.CreateVolume) -> acceptance.NewVolume:

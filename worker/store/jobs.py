@@ -69,28 +69,23 @@ class Job:
 
     def to_wire(self) -> dict[str, Any]:
         """The Job record of the contract, its secrets masked."""
-        record = resources.Job(
-            args=redaction.mask_tree(self.args),
-            progress=None if self.progress is None else resources.Progress(**self.progress),
-            **{name: getattr(self, name) for name in _SHOWN},
-        )
-        return record.to_wire()
+        return {
+            "id": str(self.id),
+            "method": self.method,
+            "address": self.address,
+            "state": self.state,
+            "attempt": self.attempt,
+            "args": redaction.mask_tree(self.args),
+            "result": self.result,
+            "error": self.error,
+            "progress": self.progress,
+            "parent_job": None if self.parent_job is None else str(self.parent_job),
+            "edited": self.edited,
+            **{name: resources.rfc3339(getattr(self, name)) for name in _SHOWN_TIMES},
+        }
 
 
-_SHOWN = (
-    "id",
-    "method",
-    "address",
-    "state",
-    "attempt",
-    "result",
-    "error",
-    "parent_job",
-    "edited",
-    "created_at",
-    "started_at",
-    "finished_at",
-)
+_SHOWN_TIMES = ("created_at", "started_at", "finished_at")
 _TIMES = ("deadline", "first_failed_at", "created_at", "started_at", "finished_at")
 
 
@@ -256,11 +251,28 @@ async def _finish_all(
         [one.result is None and one.error is None for one in endings],
         list({one.job.address for one in endings}),
     )
-    found = {
-        row["id"]: Ended(from_row(row), row["outbox_id"], row["event"], row["is_more"])
-        for row in rows
-    }
-    return [found.get(one.job.id) for one in endings]
+    found = {row["id"]: row for row in rows}
+    return [_ended(one.job, found.get(one.job.id)) for one in endings]
+
+
+def _ended(job: Job, row: database.Row | None) -> Ended | None:
+    if row is None:
+        return None
+    values = {name: row[name] for name in _SET_AT_THE_END}
+    values["state"] = resources.JobState(values["state"])
+    event = row["event"]
+    if event is not None and event["volume"] is None:
+        event["volume"] = row["result"]
+    ended = dataclasses.replace(job, owner=None, children=(), **values)
+    return Ended(ended, row["outbox_id"], event, row["is_more"])
+
+
+_SET_AT_THE_END = (
+    *("state", "result", "error", "progress", "connection_id", "endings", "version"),
+    *("first_failed_at", "finished_at"),
+    # By a repeat of the request while it ran.
+    *("deadline", "reply_to", "correlation_id", "status_updates"),
+)
 
 
 async def requeue(
