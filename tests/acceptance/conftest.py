@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tests.services import amqp, environment, tgtd, volumes, workers
+from tests.services import amqp, dead_letters, environment, tgtd, volumes, workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,3 +82,22 @@ async def hosts(
     for worker in made:
         assert await worker.leaves() == []
         assert not worker.nbd_serves()
+
+
+DeadSite = tuple[environment.Installation, workers.Worker]
+
+
+@pytest.fixture(scope="module")
+def dead_site(
+    databases: environment.Databases, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DeadSite]:
+    """An installation for dead letters alone: whoever replays all of them meets no others."""
+    with dead_letters.installed(databases, tmp_path_factory.mktemp("dead")) as made:
+        yield made
+
+
+@pytest.fixture
+async def dead(dead_site: DeadSite) -> AsyncIterator[dead_letters.Dead]:
+    """The same, as one test sees it."""
+    async with dead_letters.opened(*dead_site) as opened:
+        yield opened

@@ -385,7 +385,8 @@ async def test_a_header_of_the_wrong_kind_is_answered(
 
 async def test_headers_that_mean_nothing_are_no_error(hosts: Hosts) -> None:
     headers = {"x-anything": {"a": [1, 2.5, None, bytearray(b"\0")]}, "": "empty", "reason": "none"}
-    await hosts.caller.call("list_volumes", hosts.a.at("fast"), headers=headers)
+    listed = await hosts.caller.call("list_volumes", hosts.a.at("fast"), headers=headers)
+    assert "volumes" in listed
 
 
 @pytest.mark.parametrize("end", ["", ".dead", ".events", ".host-a@fast", ".x"])

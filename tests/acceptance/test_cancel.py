@@ -35,35 +35,8 @@ def _about(volume: volumes.Volume, other: volumes.Volume) -> dict[str, dict[str,
 async def _start_copy(
     caller: amqp.Caller, source: volumes.Volume, destination: volumes.Volume, at: str
 ) -> amqp.Sent:
-    """A slow copy that moves bytes."""
-    sent = await caller.send(
-        "copy_volume_data",
-        at,
-        {**volumes.Volumes.pair(source, destination), **SLOW},
-        headers={"status-updates": True},
-    )
-    await amqp.eventually(
-        lambda: any(status.body["progress"] for status in caller.statuses(sent)),
-        what="progress",
-    )
-    return sent
-
-
-async def _pair(
-    made: volumes.Volumes, source_at: str, destination_at: str
-) -> tuple[volumes.Volume, volumes.Volume]:
-    source = await made.create(source_at, SIZE)
-    await made.write(source, {0: b"d" * SIZE})
-    return source, await made.create(destination_at, SIZE)
-
-
-async def _assert_free(made: volumes.Volumes, *those: volumes.Volume) -> None:
-    for volume in those:
-        record = await made.record(volume)
-        assert record["status"] == "available"
-        assert record["attach_status"] == "detached"
-        assert record["connections"] == record["attachments"] == []
-        assert record["exported"] is False
+    pair = volumes.Volumes.pair(source, destination)
+    return await cancels.start_copy(caller, at, **pair, **SLOW)
 
 
 # Jobs that wait
@@ -108,7 +81,7 @@ async def test_every_method_is_cancelled_while_it_waits_for_a_slot(
     holder = holding.Holder(worker)
     await worker.start()
     at = worker.at("fast")
-    source, destination = await _pair(volumes, at, at)
+    source, destination = await cancels.filled_pair(volumes, at, at, SIZE)
     volume, other = await volumes.create(at, SIZE), await volumes.create(at, SIZE)
     copy = await _start_copy(caller, source, destination, at)
     new = str(uuid.uuid4())
@@ -130,7 +103,7 @@ async def test_every_method_is_cancelled_while_it_waits_for_a_slot(
         assert (await caller.fails("get_volume", at, {"volume_id": new})).code == "VolumeNotFound"
     volumes.adopt((await caller.result(blocker)).body["result"])
     await cancels.cancel(caller, at, copy)
-    await _assert_free(volumes, source, destination, volume, other)
+    await cancels.assert_free(volumes, source, destination, volume, other)
     await settled.wait(installation)
     files = {path.name for path in (worker.folder / "fast").glob("volume-*")}
     assert len(files) == 5
@@ -138,7 +111,9 @@ async def test_every_method_is_cancelled_while_it_waits_for_a_slot(
 
 
 async def test_what_waits_behind_a_cancelled_job_goes_on_at_once(hosts: Hosts) -> None:
-    source, destination = await _pair(hosts.volumes, hosts.a.at("fast"), hosts.b.at("fast"))
+    source, destination = await cancels.filled_pair(
+        hosts.volumes, hosts.a.at("fast"), hosts.b.at("fast"), SIZE
+    )
     copy = await _start_copy(hosts.caller, source, destination, hosts.a.at("fast"))
     waiting = [
         await hosts.caller.send(
@@ -158,7 +133,7 @@ async def test_what_waits_behind_a_cancelled_job_goes_on_at_once(hosts: Hosts) -
     await cancels.cancel(hosts.caller, hosts.c.at("fast"), copy)
     assert (await hosts.caller.result(behind)).body["ok"]
     await hosts.caller.call("remove_export", source.address, source.at)
-    await _assert_free(hosts.volumes, source, destination)
+    await cancels.assert_free(hosts.volumes, source, destination)
 
 
 # Jobs that run
@@ -168,7 +143,9 @@ async def test_what_waits_behind_a_cancelled_job_goes_on_at_once(hosts: Hosts) -
 async def test_a_copy_between_hosts_is_cancelled_and_both_volumes_are_as_before(
     hosts: Hosts, copying: str
 ) -> None:
-    source, destination = await _pair(hosts.volumes, hosts.a.at("fast"), hosts.b.at("fast"))
+    source, destination = await cancels.filled_pair(
+        hosts.volumes, hosts.a.at("fast"), hosts.b.at("fast"), SIZE
+    )
     await hosts.volumes.attach(source)
     at = getattr(hosts, copying).at("fast")
     copy = await _start_copy(hosts.caller, source, destination, at)
@@ -178,7 +155,7 @@ async def test_a_copy_between_hosts_is_cancelled_and_both_volumes_are_as_before(
     assert job["progress"]["done_bytes"] < SIZE
     assert (await hosts.volumes.record(source))["status"] == "in-use"
     await hosts.volumes.detach(source)
-    await _assert_free(hosts.volumes, source, destination)
+    await cancels.assert_free(hosts.volumes, source, destination)
     await settled.wait(hosts.installation)
     # It can be done all the same.
     await hosts.volumes.copy(source, destination, at)
@@ -186,7 +163,9 @@ async def test_a_copy_between_hosts_is_cancelled_and_both_volumes_are_as_before(
 
 
 async def test_many_cancels_of_one_job_from_everywhere_have_one_answer(hosts: Hosts) -> None:
-    source, destination = await _pair(hosts.volumes, hosts.a.at("fast"), hosts.a.at("fast"))
+    source, destination = await cancels.filled_pair(
+        hosts.volumes, hosts.a.at("fast"), hosts.a.at("fast"), SIZE
+    )
     copy = await _start_copy(hosts.caller, source, destination, hosts.a.at("fast"))
     cancelling = [
         await cancels.send(hosts.caller, worker.at("fast"), copy)
@@ -198,7 +177,9 @@ async def test_many_cancels_of_one_job_from_everywhere_have_one_answer(hosts: Ho
 
 
 async def test_a_cancelled_request_sent_again_gets_the_stored_error(hosts: Hosts) -> None:
-    source, destination = await _pair(hosts.volumes, hosts.a.at("fast"), hosts.a.at("fast"))
+    source, destination = await cancels.filled_pair(
+        hosts.volumes, hosts.a.at("fast"), hosts.a.at("fast"), SIZE
+    )
     copy = await _start_copy(hosts.caller, source, destination, hosts.a.at("fast"))
     await cancels.cancel(hosts.caller, hosts.a.at("fast"), copy)
     again = await hosts.caller.send(
@@ -213,7 +194,9 @@ async def test_a_cancelled_request_sent_again_gets_the_stored_error(hosts: Hosts
 
 
 async def test_the_events_of_a_cancelled_job_end_with_cancelled(hosts: Hosts) -> None:
-    source, destination = await _pair(hosts.volumes, hosts.a.at("fast"), hosts.a.at("fast"))
+    source, destination = await cancels.filled_pair(
+        hosts.volumes, hosts.a.at("fast"), hosts.a.at("fast"), SIZE
+    )
     async with hosts.caller.events() as events:
         copy = await _start_copy(hosts.caller, source, destination, hosts.a.at("fast"))
         await cancels.cancel(hosts.caller, hosts.b.at("fast"), copy)
@@ -224,7 +207,9 @@ async def test_the_events_of_a_cancelled_job_end_with_cancelled(hosts: Hosts) ->
 
 
 async def test_a_cancelled_cast_leaves_no_dead_letter(hosts: Hosts) -> None:
-    source, destination = await _pair(hosts.volumes, hosts.a.at("fast"), hosts.a.at("fast"))
+    source, destination = await cancels.filled_pair(
+        hosts.volumes, hosts.a.at("fast"), hosts.a.at("fast"), SIZE
+    )
     cast: dict[str, Any] = {"reply_to": None, "correlation_id": None}
     pair = {**volumes.Volumes.pair(source, destination), **SLOW}
     running = await hosts.caller.send("copy_volume_data", hosts.a.at("fast"), pair, **cast)
@@ -273,7 +258,9 @@ async def test_a_job_cannot_cancel_itself(hosts: Hosts) -> None:
 
 
 async def test_a_cancel_is_carried_out_despite_its_deadline(hosts: Hosts) -> None:
-    source, destination = await _pair(hosts.volumes, hosts.a.at("fast"), hosts.a.at("fast"))
+    source, destination = await cancels.filled_pair(
+        hosts.volumes, hosts.a.at("fast"), hosts.a.at("fast"), SIZE
+    )
     copy = await _start_copy(hosts.caller, source, destination, hosts.a.at("fast"))
     cancelling = await hosts.caller.send(
         "cancel_job",
@@ -309,7 +296,7 @@ async def test_what_a_cancelled_copy_called_for_is_cancelled_and_what_cleans_up_
     holder = holding.Holder(b)
     for worker in (a, b):
         await worker.start()
-    source, destination = await _pair(volumes, b.at("fast"), a.at("fast"))
+    source, destination = await cancels.filled_pair(volumes, b.at("fast"), a.at("fast"), SIZE)
     async with holder.at("connection_recorded"):
         copy = await caller.send(
             "copy_volume_data", a.at("fast"), volumes.pair(source, destination)
@@ -327,7 +314,7 @@ async def test_what_a_cancelled_copy_called_for_is_cancelled_and_what_cleans_up_
         "initialize_connection": "cancelled",
         "terminate_connection": "succeeded",
     }
-    await _assert_free(volumes, source, destination)
+    await cancels.assert_free(volumes, source, destination)
 
 
 @pytest.mark.parametrize("by", ["connector", "all"])

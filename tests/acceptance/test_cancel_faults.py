@@ -39,33 +39,6 @@ LONG: Final = 60.0
 """Seconds by which the clock is moved: longer than a lease."""
 
 
-async def _start_copy(caller: amqp.Caller, at: str, **args: Any) -> amqp.Sent:
-    """A slow copy that moves bytes."""
-    sent = await caller.send(
-        "copy_volume_data", at, {**args, **SLOW}, headers={"status-updates": True}
-    )
-    await amqp.eventually(
-        lambda: any(status.body["progress"] for status in caller.statuses(sent)), what="progress"
-    )
-    return sent
-
-
-async def _pair(
-    made: volumes.Volumes, source_at: str, destination_at: str
-) -> tuple[volumes.Volume, volumes.Volume]:
-    source = await made.create(source_at, SIZE)
-    await made.write(source, {0: b"d" * SIZE})
-    return source, await made.create(destination_at, SIZE)
-
-
-async def _assert_free(made: volumes.Volumes, *those: volumes.Volume) -> None:
-    for volume in those:
-        record = await made.record(volume)
-        assert record["status"] == "available"
-        assert record["connections"] == []
-        assert record["exported"] is False
-
-
 # Tools
 
 
@@ -147,7 +120,7 @@ async def test_every_method_is_cancelled_while_it_waits_to_be_tried_again(
     assert [await _state(volumes, one) for one in kept] == before
     # What ends a connection is carried to its end all the same.
     await settled.wait(installation)
-    await _assert_free(volumes, connected)
+    await cancels.assert_free(volumes, connected)
     await volumes.clean()
     assert "Target " not in tgtd.targets()
 
@@ -181,7 +154,7 @@ async def test_a_tool_that_hangs_is_killed_with_its_children_before_the_answer(
     await caller.result(cancelling)
     assert iscsi.helpers() == []
     await cancels.check(caller, cancelling, sent)
-    await _assert_free(volumes, volume)
+    await cancels.assert_free(volumes, volume)
     await settled.wait(installation)
     assert "Target " not in tgtd.targets()
 
@@ -208,7 +181,7 @@ async def test_a_connection_is_cancelled_while_its_daemon_stands_still(
         os.kill(daemon.pid, signal.SIGCONT)
     await cancels.check(caller, cancelling, sent)
     await settled.wait(installation)
-    await _assert_free(volumes, volume)
+    await cancels.assert_free(volumes, volume)
     assert len((await volumes.record(kept))["connections"]) == 1
 
 
@@ -222,7 +195,7 @@ async def test_a_copy_that_waits_for_the_other_hosts_worker_is_cancelled(
     volumes: volumes.Volumes,
 ) -> None:
     a, b = await start_worker("host-a"), await start_worker("host-b")
-    source, destination = await _pair(volumes, b.at("fast"), a.at("fast"))
+    source, destination = await cancels.filled_pair(volumes, b.at("fast"), a.at("fast"), SIZE)
     await b.terminate()
     async with caller.events(f"volume.{destination.id}.*") as events:
         copy = await caller.send(
@@ -233,7 +206,7 @@ async def test_a_copy_that_waits_for_the_other_hosts_worker_is_cancelled(
     await asyncio.sleep(1)
     await b.start()
     await cancels.check(caller, cancelling, copy)
-    await _assert_free(volumes, source, destination)
+    await cancels.assert_free(volumes, source, destination)
     await settled.wait(installation)
     for worker in (a, b):
         assert worker.leftovers() == []
@@ -247,9 +220,11 @@ async def test_what_waits_at_a_host_without_a_worker_is_cancelled_at_once_by_ano
     volumes: volumes.Volumes,
 ) -> None:
     a, b = await start_worker("host-a", data_slots=1, lease=3), await start_worker("host-b")
-    source, destination = await _pair(volumes, a.at("fast"), a.at("fast"))
+    source, destination = await cancels.filled_pair(volumes, a.at("fast"), a.at("fast"), SIZE)
     other = await volumes.create(a.at("fast"), SIZE)
-    running = await _start_copy(caller, a.at("fast"), **volumes.pair(source, destination))
+    running = await cancels.start_copy(
+        caller, a.at("fast"), **volumes.pair(source, destination), **SLOW
+    )
     waiting = await caller.send("copy_volume_data", a.at("fast"), volumes.pair(source, other))
     await cancels.wait_for(caller, a.at("fast"), waiting, state="queued")
     await a.kill()
@@ -260,7 +235,7 @@ async def test_what_waits_at_a_host_without_a_worker_is_cancelled_at_once_by_ano
     assert not caller.results(cancelling)
     await a.start()
     await cancels.check(caller, cancelling, running)
-    await _assert_free(volumes, source, destination, other)
+    await cancels.assert_free(volumes, source, destination, other)
     await settled.wait(installation)
     assert a.leftovers() == []
 
@@ -289,7 +264,7 @@ async def test_a_worker_that_dies_while_it_undoes_leaves_the_job_to_be_cancelled
     await clock.advance(installation, LONG, host="host-a")
     await a.start()
     await cancels.check(caller, cancelling, sent)
-    await _assert_free(volumes, volume)
+    await cancels.assert_free(volumes, volume)
     await settled.wait(installation)
     assert a.leftovers() == []
 
@@ -326,8 +301,10 @@ async def test_whoever_takes_a_job_over_ends_what_its_last_worker_had_working_fo
     volumes: volumes.Volumes,
 ) -> None:
     a = await start_worker("host-a", lease=3)
-    source, destination = await _pair(volumes, a.at("fast"), a.at("fast"))
-    copy = await _start_copy(caller, a.at("fast"), **volumes.pair(source, destination))
+    source, destination = await cancels.filled_pair(volumes, a.at("fast"), a.at("fast"), SIZE)
+    copy = await cancels.start_copy(
+        caller, a.at("fast"), **volumes.pair(source, destination), **SLOW
+    )
     [(recorded,)] = await installation.rows(
         "SELECT children::text FROM jobs WHERE id = $1::text::uuid", copy.message_id
     )
@@ -352,7 +329,7 @@ async def test_whoever_takes_a_job_over_ends_what_its_last_worker_had_working_fo
         await cancels.cancel(caller, a.at("fast"), copy)
         assert works_on.poll() == -signal.SIGTERM
         assert other.poll() is None
-    await _assert_free(volumes, source, destination)
+    await cancels.assert_free(volumes, source, destination)
 
 
 @contextlib.contextmanager

@@ -3,35 +3,18 @@
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aio_pika
 import pytest
 
 from messages import topology
+from tests.acceptance.conftest import DeadSite
 from tests.services import amqp, command, dead_letters, environment, workers
 from tests.services.dead_letters import MIB
 
 CAST: dict[str, Any] = {"reply_to": None}
 JUNK = b'{"method": "junk"'
-
-
-Shared = tuple[environment.Installation, workers.Worker]
-
-
-@pytest.fixture(scope="module")
-def shared(
-    databases: environment.Databases, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Shared]:
-    with dead_letters.installed(databases, tmp_path_factory.mktemp("dead")) as made:
-        yield made
-
-
-@pytest.fixture
-async def dead(shared: Shared) -> AsyncIterator[dead_letters.Dead]:
-    async with dead_letters.opened(*shared) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -215,12 +198,12 @@ async def test_a_message_without_a_valid_id_gets_one_and_keeps_its_caller(
 
 
 async def test_what_has_no_way_back_stays_with_the_reason(
-    dead: dead_letters.Dead, shared: Shared
+    dead: dead_letters.Dead, dead_site: DeadSite
 ) -> None:
     caller, at = dead.caller, dead.worker.at("sim")
     not_built = await caller.send("backup_volume", at, {}, **CAST)
     reserved = await caller.send(
-        "list_volumes", at, reply_to=f"{shared[0].namespace}.dead", message_id=str(uuid.uuid4())
+        "list_volumes", at, reply_to=f"{dead_site[0].namespace}.dead", message_id=str(uuid.uuid4())
     )
     first = await caller.send("create_volume", at, dead_letters.new_volume())
     await caller.result(first)
@@ -288,10 +271,10 @@ async def test_a_letter_of_the_brokers_making_is_sent_again(
 
 
 async def test_a_letter_whose_job_is_forgotten_is_sent_again(
-    dead: dead_letters.Dead, shared: Shared
+    dead: dead_letters.Dead, dead_site: DeadSite
 ) -> None:
     sent = await dead.late_create()
-    await shared[0].rows("DELETE FROM jobs WHERE id = $1", uuid.UUID(sent.message_id))
+    await dead_site[0].rows("DELETE FROM jobs WHERE id = $1", uuid.UUID(sent.message_id))
     assert await dead.replay("--all") == [(sent.message_id, "replayed")]
     assert (await dead.ended(sent))["attempt"] == 1
 
@@ -300,7 +283,7 @@ async def test_a_letter_whose_job_is_forgotten_is_sent_again(
 
 
 async def test_a_command_killed_after_a_job_was_revived_has_it_run_once(
-    dead: dead_letters.Dead, shared: Shared
+    dead: dead_letters.Dead, dead_site: DeadSite
 ) -> None:
     sent = await dead.late_create()
     dead.killed_before_ack("replay", "--all")
@@ -308,7 +291,7 @@ async def test_a_command_killed_after_a_job_was_revived_has_it_run_once(
     refused = await command.run("dead", "replay", "--all", "--config", dead.worker.config)
     assert refused.code == 1
     assert "at work on the dead letters" in refused.stderr
-    await dead_letters.free_lock(shared[0])
+    await dead_letters.free_lock(dead_site[0])
     assert await dead.ids() == [sent.message_id]
     edit = ("--edit", '{"volume": {"name": "other"}}')
     [letter] = (await dead.run("replay", "--all", *edit))["letters"]
@@ -319,14 +302,14 @@ async def test_a_command_killed_after_a_job_was_revived_has_it_run_once(
 
 
 async def test_a_command_killed_after_a_message_was_sent_has_it_run_once(
-    dead: dead_letters.Dead, shared: Shared
+    dead: dead_letters.Dead, dead_site: DeadSite
 ) -> None:
     sent = await dead.caller.publish(JUNK, dead.worker.at("sim"), message_id="odd", **CAST)
     await dead.caller.letter(sent)
     new = {"volume": {"name": "only one", "size_bytes": MIB}}
     edit = ("--edit", dead_letters.whole("create_volume", new))
     dead.killed_before_ack("replay", "--all", *edit)
-    await dead_letters.free_lock(shared[0])
+    await dead_letters.free_lock(dead_site[0])
     assert await dead.replay("--all", *edit) == [("odd", "replayed")]
     assert await dead.ids() == []
     made = await dead.caller.call("list_volumes", dead.worker.at("sim"))

@@ -3,34 +3,19 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pydantic
 import pytest
 
-from tests.services import amqp, command, dead_letters, environment, workers
+from tests.acceptance.conftest import DeadSite
+from tests.services import amqp, command, dead_letters, environment
 from worker.cli import dead_lock
 from worker.store import database, replays
 
 CAST: dict[str, Any] = {"reply_to": None}
 JUNK = b'{"method": "junk"'
 NOWHERE = "00000000-0000-4000-8000-00000000dead"
-Shared = tuple[environment.Installation, workers.Worker]
-
-
-@pytest.fixture(scope="module")
-def shared(
-    databases: environment.Databases, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Shared]:
-    with dead_letters.installed(databases, tmp_path_factory.mktemp("dead")) as made:
-        yield made
-
-
-@pytest.fixture
-async def dead(shared: Shared) -> AsyncIterator[dead_letters.Dead]:
-    async with dead_letters.opened(*shared) as opened:
-        yield opened
 
 
 async def _mixed(dead: dead_letters.Dead, count: int) -> list[amqp.Sent]:
@@ -103,10 +88,10 @@ async def test_discarding_removes_the_letter_and_leaves_its_job(dead: dead_lette
 
 
 async def test_a_dry_run_says_what_would_be_done_and_changes_nothing(
-    dead: dead_letters.Dead, shared: Shared
+    dead: dead_letters.Dead, dead_site: DeadSite
 ) -> None:
     sent = await _mixed(dead, 3)
-    before = await shared[0].rows("SELECT * FROM jobs ORDER BY id")
+    before = await dead_site[0].rows("SELECT * FROM jobs ORDER BY id")
     found = await _letters(dead)
     replayed = await dead.run("replay", "--all", "--dry-run", code=1)
     assert replayed["dry_run"] is True
@@ -118,7 +103,7 @@ async def test_a_dry_run_says_what_would_be_done_and_changes_nothing(
     discarded = await dead.run("discard", "--all", "--dry-run")
     assert discarded["totals"]["discarded"] == 3
     assert await _letters(dead) == found
-    assert await shared[0].rows("SELECT * FROM jobs ORDER BY id") == before
+    assert await dead_site[0].rows("SELECT * FROM jobs ORDER BY id") == before
     ended = await command.run(
         "dead", "replay", "--all", "--dry-run", "--config", dead.worker.config
     )
@@ -143,10 +128,10 @@ async def test_an_edit_is_for_one_letter_and_an_id_must_be_there(dead: dead_lett
 
 
 async def test_a_second_operator_is_told_who_is_at_work_and_until_when(
-    dead: dead_letters.Dead, shared: Shared
+    dead: dead_letters.Dead, dead_site: DeadSite
 ) -> None:
     sent = await dead.late_create()
-    await shared[0].rows(
+    await dead_site[0].rows(
         "INSERT INTO operator_locks VALUES ($1, gen_random_uuid(), $2, now() + '1 minute')",
         "dead-letters",
         "anna at host-x (process 7)",
@@ -160,12 +145,12 @@ async def test_a_second_operator_is_told_who_is_at_work_and_until_when(
     assert await dead.replay("--all", "--dry-run") == [(sent.message_id, "replayed")]
 
 
-async def test_the_lock_is_given_back(dead: dead_letters.Dead, shared: Shared) -> None:
+async def test_the_lock_is_given_back(dead: dead_letters.Dead, dead_site: DeadSite) -> None:
     await dead.late_create()
     await dead.run("replay", "--id", "nobody", code=1)
-    assert await shared[0].rows("SELECT FROM operator_locks") == []
+    assert await dead_site[0].rows("SELECT FROM operator_locks") == []
     await dead.replay("--all")
-    assert await shared[0].rows("SELECT FROM operator_locks") == []
+    assert await dead_site[0].rows("SELECT FROM operator_locks") == []
 
 
 @pytest.mark.parametrize("away", ["broker_url", "database_url"])

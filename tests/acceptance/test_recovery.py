@@ -318,6 +318,7 @@ async def test_two_workers_of_one_host_share_its_work(
         await one.terminate()
         for volume in made:
             await volumes.delete(volume)
+        assert (await caller.call("list_volumes", one.at("sim")))["volumes"] == []
     finally:
         await one.start()
         two.close()

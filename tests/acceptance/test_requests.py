@@ -265,7 +265,8 @@ async def test_a_deadline_to_come_changes_nothing(hosts: Hosts) -> None:
     record = await hosts.caller.call(
         "create_volume", hosts.a.at("sim"), _new(), headers={"deadline": moment.isoformat()}
     )
-    hosts.volumes.adopt(record)
+    assert hosts.volumes.adopt(record).id == record["id"]
+    assert record["status"] == "available"
 
 
 async def test_a_deadline_that_passes_while_the_job_runs_does_not_end_it(hosts: Hosts) -> None:

@@ -9,15 +9,11 @@ names a file in which each point is noted, on a line of its own, before anything
 
 import argparse
 import collections
-import functools
-import importlib
-import inspect
 import os
 import pathlib
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tests.faults import points
 from worker import cli
@@ -55,45 +51,9 @@ class Watch:
             with self._trace.open("a") as file:
                 file.write(f"{point}\n")
 
-    def wrap(self, point: points.Point, place: points.Place, name: str) -> None:
-        """Wraps what ``name`` stands for.
-
-        Raises:
-            AttributeError: there is nothing of that name; the table of places is to be mended.
-        """
-        module, _, path = name.partition(":")
-        *outer, last = path.split(".")
-        owner: Any = importlib.import_module(module)
-        for one in outer:
-            owner = getattr(owner, one)
-        setattr(owner, last, self._wrapped(point, place, getattr(owner, last)))
-
-    def _wrapped(
-        self, point: points.Point, place: points.Place, call: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        if not inspect.iscoroutinefunction(call):
-
-            @functools.wraps(call)
-            def plain(*args: Any, **kwargs: Any) -> Any:
-                if place.before:
-                    self.reach(point)
-                result = call(*args, **kwargs)
-                if not place.before and place.counts(args, result):
-                    self.reach(point)
-                return result
-
-            return plain
-
-        @functools.wraps(call)
-        async def waiting(*args: Any, **kwargs: Any) -> Any:
-            if place.before:
-                self.reach(point)
-            result = await call(*args, **kwargs)
-            if not place.before and place.counts(args, result):
-                self.reach(point)
-            return result
-
-        return waiting
+    async def reach_awaited(self, point: points.Point) -> None:
+        """As :meth:`reach`."""
+        self.reach(point)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -105,9 +65,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     watch = Watch(options.at, when=options.when, trace=options.trace)
-    for point, place in points.PLACES.items():
-        for name in place.names:
-            watch.wrap(point, place, name)
+    points.watch(watch.reach, watch.reach_awaited)
     sys.argv = ["volume-worker", *options.command]
     cli.main()
 

@@ -7,7 +7,10 @@ any more fails ``test_every_crash_point_is_reached_where_the_table_says``.
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 from worker.store import jobs
@@ -211,3 +214,58 @@ class At(NamedTuple):
 
     def __str__(self) -> str:
         return self.point if self.time == 1 else f"{self.point}:{self.time}"
+
+
+def watch(reach: Callable[[Point], None], wait: Callable[[Point], Awaitable[None]]) -> None:
+    """Has each place tell that it was come to: ``wait`` where that can be awaited, else ``reach``.
+
+    Raises:
+        AttributeError: there is nothing of a name; the table of places is to be mended.
+    """
+    for point, place in PLACES.items():
+        for name in place.names:
+            module, _, path = name.partition(":")
+            *outer, last = path.split(".")
+            owner: Any = importlib.import_module(module)
+            for one in outer:
+                owner = getattr(owner, one)
+            call = getattr(owner, last)
+            wrapped = (
+                _awaiting(point, place, call, wait)
+                if inspect.iscoroutinefunction(call)
+                else _calling(point, place, call, reach)
+            )
+            setattr(owner, last, wrapped)
+
+
+def _awaiting(
+    point: Point,
+    place: Place,
+    call: Callable[..., Awaitable[Any]],
+    wait: Callable[[Point], Awaitable[None]],
+) -> Callable[..., Awaitable[Any]]:
+    @functools.wraps(call)
+    async def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if place.before:
+            await wait(point)
+        result = await call(*args, **kwargs)
+        if not place.before and place.counts(args, result):
+            await wait(point)
+        return result
+
+    return wrapped
+
+
+def _calling(
+    point: Point, place: Place, call: Callable[..., Any], reach: Callable[[Point], None]
+) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if place.before:
+            reach(point)
+        result = call(*args, **kwargs)
+        if not place.before and place.counts(args, result):
+            reach(point)
+        return result
+
+    return wrapped

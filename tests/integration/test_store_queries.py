@@ -59,11 +59,16 @@ def test_every_query_is_used_and_every_query_that_is_used_exists() -> None:
 PREPARABLE = sorted(name for name, text in sql.queries().items() if "{name}" not in text)
 
 
+def _parameters(text: str) -> set[int]:
+    return {int(number) for number in re.findall(r"\$(\d+)", _without_comments(text))}
+
+
 @pytest.mark.parametrize("name", PREPARABLE)
 async def test_a_query_can_be_prepared(bench: store_bench.Bench, name: str) -> None:
     connection = await asyncpg.connect(bench.site.database_url)
     try:
-        await connection.prepare(sql.queries()[name])
+        prepared = await connection.prepare(sql.queries()[name])
+        assert len(prepared.get_parameters()) == len(_parameters(sql.queries()[name]))
     finally:
         await connection.close()
 
@@ -71,7 +76,7 @@ async def test_a_query_can_be_prepared(bench: store_bench.Bench, name: str) -> N
 @pytest.mark.parametrize("name", sorted(sql.queries()))
 def test_a_query_says_what_its_parameters_are(name: str) -> None:
     text = sql.queries()[name]
-    parameters = {int(number) for number in re.findall(r"\$(\d+)", _without_comments(text))}
+    parameters = _parameters(text)
     assert parameters == set(range(1, len(parameters) + 1))
     if name in ("accept_jobs", "revive_job"):  # those of the function
         return

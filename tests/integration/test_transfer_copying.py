@@ -360,6 +360,7 @@ async def test_a_rate_can_be_changed_while_a_copy_runs(copier: copies.Copier) ->
     rate.set(None)
     async with asyncio.timeout(20):
         await copying_
+    assert copier.destination.read_bytes() == copier.source.read_bytes()
 
 
 @pytest.mark.parametrize("how", ["stdin closed", "not fed"])

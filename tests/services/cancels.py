@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.services import amqp
+from tests.services import amqp, volumes
 
 
 async def send(caller: amqp.Caller, at: str, job: amqp.Sent) -> amqp.Sent:
@@ -66,3 +66,31 @@ async def wait_until(
                 return found
         await asyncio.sleep(0.02)
     raise AssertionError(found)
+
+
+async def filled_pair(
+    made: volumes.Volumes, source_at: str, destination_at: str, size: int
+) -> tuple[volumes.Volume, volumes.Volume]:
+    """Two volumes, of which the first is full of data."""
+    source = await made.create(source_at, size)
+    await made.write(source, {0: b"d" * size})
+    return source, await made.create(destination_at, size)
+
+
+async def start_copy(caller: amqp.Caller, at: str, **args: Any) -> amqp.Sent:
+    """A copy that moves bytes; returns when it does."""
+    sent = await caller.send("copy_volume_data", at, args, headers={"status-updates": True})
+    await amqp.eventually(
+        lambda: any(status.body["progress"] for status in caller.statuses(sent)), what="progress"
+    )
+    return sent
+
+
+async def assert_free(made: volumes.Volumes, *those: volumes.Volume) -> None:
+    """Nobody has anything of these volumes, or does anything with them."""
+    for volume in those:
+        record = await made.record(volume)
+        assert record["status"] == "available"
+        assert record["attach_status"] == "detached"
+        assert record["connections"] == record["attachments"] == []
+        assert record["exported"] is False

@@ -10,15 +10,11 @@ number of its own for each content) waits there, once, until that changes, and s
 
 import asyncio
 import collections
-import functools
-import importlib
-import inspect
 import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from tests.faults import points
 from worker import cli
@@ -69,45 +65,10 @@ class Hold:
             return ""
 
 
-def _wrapped(
-    hold: Hold, point: points.Point, place: points.Place, call: Callable[..., Any]
-) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(call):
-
-        @functools.wraps(call)
-        async def waiting(*args: Any, **kwargs: Any) -> Any:
-            if place.before:
-                await hold.wait(point)
-            result = await call(*args, **kwargs)
-            if not place.before and place.counts(args, result):
-                await hold.wait(point)
-            return result
-
-        return waiting
-
-    @functools.wraps(call)
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        if place.before:
-            hold.wait_in_thread(point)
-        result = call(*args, **kwargs)
-        if not place.before and place.counts(args, result):
-            hold.wait_in_thread(point)
-        return result
-
-    return plain
-
-
 def main() -> None:
     """Runs the command line with every place wrapped."""
     hold = Hold(pathlib.Path(sys.argv[1]))
-    for point, place in points.PLACES.items():
-        for name in place.names:
-            module, _, path = name.partition(":")
-            *outer, last = path.split(".")
-            owner: Any = importlib.import_module(module)
-            for one in outer:
-                owner = getattr(owner, one)
-            setattr(owner, last, _wrapped(hold, point, place, getattr(owner, last)))
+    points.watch(hold.wait_in_thread, hold.wait)
     sys.argv = ["volume-worker", *sys.argv[2:]]
     cli.main()
 

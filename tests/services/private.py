@@ -1,6 +1,7 @@
 """Fixtures: an installation whose broker, or whose database, is the test's own to trouble."""
 
 import asyncio
+import contextlib
 import pathlib
 from collections.abc import AsyncIterator, Iterator
 
@@ -43,6 +44,24 @@ async def ready(worker: workers.Worker, *, on: bool, timeout: float = 30.0) -> N
             await asyncio.sleep(0.05)
 
 
+@contextlib.asynccontextmanager
+async def _installed(
+    troubled: private_broker.PrivateBroker | private_database.PrivateDatabase,
+    databases: environment.Databases,
+    folder: pathlib.Path,
+) -> AsyncIterator[Site]:
+    """An installation on what the test troubles, which is put right before all else ends."""
+    troubled.ensure()
+    with databases.installation() as site:
+        with workers.starter(site, folder) as start:
+            box = mailbox.Mailbox(site.broker_url, site.namespace)
+            await box.open()
+            yield Site(site, start, box)
+            await asyncio.to_thread(troubled.ensure)
+            await box.close()
+        troubled.ensure()
+
+
 @pytest.fixture(scope="session")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[private_broker.PrivateBroker]:
     """A broker for tests that stop it, one after the other."""
@@ -65,15 +84,8 @@ async def on_node(
     tmp_path: pathlib.Path,
 ) -> AsyncIterator[Site]:
     """An installation whose broker is :func:`node`."""
-    node.ensure()
-    with node_databases.installation() as site:
-        with workers.starter(site, tmp_path) as start:
-            box = mailbox.Mailbox(site.broker_url, site.namespace)
-            await box.open()
-            yield Site(site, start, box)
-            await asyncio.to_thread(node.ensure)
-            await box.close()
-        node.ensure()
+    async with _installed(node, node_databases, tmp_path) as site:
+        yield site
 
 
 @pytest.fixture(scope="session")
@@ -98,12 +110,5 @@ async def on_server(
     tmp_path: pathlib.Path,
 ) -> AsyncIterator[Site]:
     """An installation whose database server is :func:`server`."""
-    server.ensure()
-    with server_databases.installation() as site:
-        with workers.starter(site, tmp_path) as start:
-            box = mailbox.Mailbox(site.broker_url, site.namespace)
-            await box.open()
-            yield Site(site, start, box)
-            await asyncio.to_thread(server.ensure)
-            await box.close()
-        server.ensure()
+    async with _installed(server, server_databases, tmp_path) as site:
+        yield site

@@ -11,7 +11,7 @@ import typer
 import typer.testing
 
 from messages import topology
-from worker.cli import app, dead_edit, dead_queue, dead_replay, letter
+from worker.cli import app, arguments, dead_edit, dead_queue, dead_replay, letter
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_cannot_be_read_is_replaced_by_a_whole_request(body: bytes) -> None
 
 def test_an_edit_that_is_nested_too_deep_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match="deep"):
-        dead_edit.parse('{"a":' * 100_000)
+        arguments.parse_object("--edit", '{"a":' * 100_000)
 
 
 def _taken(**changed: Any) -> dead_queue.Taken:

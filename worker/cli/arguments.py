@@ -29,7 +29,7 @@ def parse(pairs: Sequence[str], as_json: str | None) -> dict[str, Any]:
     Raises:
         BadParameter: one of them cannot be read, or they contradict each other.
     """
-    found = {} if as_json is None else _object(as_json)
+    found = {} if as_json is None else parse_object("--args", as_json)
     given: set[str] = set()
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -45,20 +45,25 @@ def parse(pairs: Sequence[str], as_json: str | None) -> dict[str, Any]:
     return found
 
 
-def _object(text: str) -> dict[str, Any]:
+def parse_object(option: str, text: str) -> dict[str, Any]:
+    """The JSON object that was typed for an option.
+
+    Raises:
+        BadParameter: it is none.
+    """
     try:
         data = json.loads(text, parse_constant=_refuse)
     except ValueError as error:
-        raise typer.BadParameter(f"--args is not JSON: {error}") from None
+        raise typer.BadParameter(f"{option} is not JSON: {error}") from None
     except RecursionError:
-        raise typer.BadParameter("--args is nested too deeply") from None
+        raise typer.BadParameter(f"{option} is nested too deeply") from None
     if not isinstance(data, dict):
-        raise typer.BadParameter('--args must be a JSON object, such as {"volume_id": "…"}')
+        raise typer.BadParameter(f'{option} must be a JSON object, such as {{"volume_id": "…"}}')
     return data
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _put(into: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 import uuid
 from collections.abc import Mapping
@@ -58,59 +59,61 @@ def call(
     if cast and watch:
         raise typer.BadParameter("--cast does not wait, so there is nothing to --watch")
     given = arguments.parse(pairs or [], args)
-    configured = settings.load(config)
     patience = timeout or (WATCH_TIMEOUT if watch else client.DEFAULT_TIMEOUT)
+    request = _Request(settings.load(config), method, address, given, patience)
     if cast:
-        _print_cast(asyncio.run(_cast(configured, method, address, given, patience)), as_json)
+        _print_cast(asyncio.run(request.cast()), as_json)
         return
-    shown = progress.watch(method, as_json=as_json) if watch else None
-    identity = uuid.uuid4()
-    if watch and not as_json:
-        output.note(f"job {identity}")
-    try:
-        result = asyncio.run(
-            _call(
-                configured, method, address, given, identity=identity, timeout=patience, shown=shown
+    # Secrets are for the connector that asks for them, never for a terminal or a file.
+    output.print_json(redaction.mask_tree(_answer(request, watch=watch, as_json=as_json)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """What is asked for, and where."""
+
+    configured: settings.Settings
+    method: str
+    address: str
+    args: Mapping[str, Any]
+    timeout: float
+    id: uuid.UUID = dataclasses.field(default_factory=uuid.uuid4)
+
+    async def call(self, shown: progress.Watch | None) -> Mapping[str, Any]:
+        async with reach.caller(self.configured) as volumes:
+            with shown or contextlib.nullcontext():
+                return await volumes.call(
+                    self.method,
+                    self.address,
+                    self.args,
+                    timeout=self.timeout,
+                    message_id=self.id,
+                    on_status=shown,
+                )
+
+    async def cast(self) -> str:
+        async with reach.caller(self.configured) as volumes:
+            return str(
+                await volumes.cast(self.method, self.address, self.args, timeout=self.timeout)
             )
-        )
+
+
+def _answer(request: _Request, *, watch: bool, as_json: bool) -> Mapping[str, Any]:
+    """The result; an error is told, with what can be done about it."""
+    shown = progress.watch(request.method, as_json=as_json) if watch else None
+    if watch and not as_json:
+        output.note(f"job {request.id}")
+    try:
+        return asyncio.run(request.call(shown))
     except KeyboardInterrupt:
-        if not _is_read(method):
-            output.note(f"the job goes on: volume-worker jobs show {identity}")
+        if not _is_read(request.method):
+            output.note(f"the job goes on: volume-worker jobs show {request.id}")
         raise
     except errors.VolumeWorkerError as error:
         if as_json and not isinstance(error, errors.Unreachable | settings.ConfigurationError):
             output.print_json(redaction.mask_tree(error.to_wire()))
-        raise typer.Exit(failures.report(_with_advice(error, method, configured))) from None
-    # Secrets are for the connector that asks for them, never for a terminal or a file.
-    output.print_json(redaction.mask_tree(result))
-
-
-async def _call(
-    configured: settings.Settings,
-    method: str,
-    address: str,
-    args: Mapping[str, Any],
-    *,
-    identity: uuid.UUID,
-    timeout: float,
-    shown: progress.Watch | None,
-) -> Mapping[str, Any]:
-    async with reach.caller(configured) as volumes:
-        with shown or contextlib.nullcontext():
-            return await volumes.call(
-                method, address, args, timeout=timeout, message_id=identity, on_status=shown
-            )
-
-
-async def _cast(
-    configured: settings.Settings,
-    method: str,
-    address: str,
-    args: Mapping[str, Any],
-    timeout: float,
-) -> str:
-    async with reach.caller(configured) as volumes:
-        return str(await volumes.cast(method, address, args, timeout=timeout))
+        told = _with_advice(error, request.method, request.configured)
+        raise typer.Exit(failures.report(told)) from None
 
 
 def _print_cast(job_id: str, as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line

@@ -10,7 +10,7 @@ import rich.text
 import typer
 
 from worker import settings
-from worker.cli import dead_edit, dead_queue, dead_work, failures, letter, options, output
+from worker.cli import arguments, dead_queue, dead_work, failures, letter, options, output
 from worker.cli.dead_replay import Outcome
 
 commands = typer.Typer(
@@ -142,7 +142,7 @@ def replay(
 ) -> None:
     """Has requests carried out after all; a letter goes once that is sure to happen."""
     wanted = _some(dead_queue.Filter(method, origin, reason, moment(since), id_), each=each)
-    changes = None if edit is None else dead_edit.parse(edit)
+    changes = None if edit is None else arguments.parse_object("--edit", edit)
     work = dead_work.Work(settings.load(config), wanted, dry_run)
     _carry_out(work, work.replay(changes), as_json=as_json)
 

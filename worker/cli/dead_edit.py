@@ -2,9 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final, NoReturn
-
-import typer
+from typing import Any, Final
 
 from messages import envelope, errors, requests
 
@@ -13,27 +11,6 @@ _MEMBERS: Final = frozenset({"method", "version", "args"})
 
 class NotEditable(errors.VolumeWorkerError):
     """The request is none that can be changed here and there."""
-
-
-def parse(text: str) -> dict[str, Any]:
-    """The edit that was typed.
-
-    Raises:
-        BadParameter: it is no JSON object.
-    """
-    try:
-        data = json.loads(text, parse_constant=_refuse)
-    except ValueError as error:
-        raise typer.BadParameter(f"--edit is not JSON: {error}") from None
-    except RecursionError:
-        raise typer.BadParameter("--edit is nested too deeply") from None
-    if not isinstance(data, dict):
-        raise typer.BadParameter('--edit must be a JSON object, such as {"volume_id": "…"}')
-    return data
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
 
 
 def apply(edit: Mapping[str, Any], body: bytes) -> bytes:
