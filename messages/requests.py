@@ -182,6 +182,13 @@ class JobOnly(Args):
     job_id: Id
 
 
+class ThrottleJob(Args):
+    """How fast a job may go from now on; null for as fast as it goes."""
+
+    job_id: Id
+    bytes_per_second: Size | None
+
+
 class _Page(Args):
     all: pydantic.StrictBool = False
     limit: Annotated[pydantic.StrictInt, pydantic.Field(ge=1, le=1000)] = 100
@@ -248,7 +255,6 @@ _UNSUPPORTED = [
     "delete_backup",
     "migrate_volume",
     "accept_transfer",
-    "throttle_job",
 ]
 
 _UNSUPPORTED_READS = [
@@ -275,6 +281,7 @@ METHODS: Final[dict[str, Method]] = {
         Method("copy_volume_data", CopyVolumeData),
         Method("get_volume_stats", GetVolumeStats, only_reads=True),
         Method("cancel_job", JobOnly, despite_deadline=True),
+        Method("throttle_job", ThrottleJob),
         Method("reconcile", Reconcile, Kind.UPKEEP),
         _read("get_volume", VolumeOnly),
         _read("get_job", GetJob),

@@ -145,6 +145,7 @@ def _results() -> dict[str, Schema]:
         "get_volume": volume,
         "get_job": _ref("Job"),
         "cancel_job": _ref("Job"),
+        "throttle_job": _ref("Job"),
         "list_volumes": _page("volumes", "Volume"),
         "list_jobs": _page("jobs", "Job"),
     }

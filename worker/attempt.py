@@ -17,7 +17,7 @@ import structlog
 
 from messages import client, errors, requests, resources
 from messages.resources import JobState
-from worker import backend, children, operations, outbox, process, retry
+from worker import backend, children, operations, outbox, process, retry, throttle
 from worker.connectors import registry
 from worker.operations import base
 from worker.store import database, jobs
@@ -69,6 +69,8 @@ class Attempt:
         """Whether its end could be stored, or was another worker's to store."""
         self.leaves_more = True
         """Whether jobs may wait for their turn when it has ended."""
+        self.throttle = throttle.Throttle(job.throttle)
+        """How fast it may go; to be told of what is said of that while it runs."""
         self._parts = parts
         self._stopped: Stop | None = None
         self._children: list[Mapping[str, Any]] = []
@@ -227,6 +229,7 @@ class Attempt:
             cancel=parts.cancel,
             on_child=self._keep_child,
             begun=self._begun,
+            throttle=self.throttle,
         )
 
     async def _progress(self, now: resources.Progress) -> None:

@@ -11,6 +11,7 @@ from messages import errors, topology
 from worker import gate, plugins, process, settings
 from worker.drivers import base as drivers
 from worker.targets import base as targets
+from worker.transfer import budget
 
 log = structlog.get_logger(__name__)
 
@@ -46,6 +47,8 @@ class Backend:
         )
         self.serving = gate.Gate()
         """Entered together to change what the target serves, alone to restore what it serves."""
+        self.copies = budget.Budget(configured.options.copy_bytes_per_second)
+        """What the copies that this backend was asked for may move together."""
         self.changed = asyncio.Event()
         """Set when a volume came, went or grew: the stats are worth telling again."""
         self.error: errors.VolumeWorkerError | None = errors.DriverNotInitialized(

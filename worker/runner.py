@@ -82,7 +82,12 @@ class Runner:
         self._unstored: set[int] = set()
         """Tokens of attempts whose end could not be stored: their jobs are left to their lease."""
         self._watch = cancellation.Watch(
-            store, owner=owner, is_busy=lambda: bool(self._running), stop=self._stop_cancelled
+            store,
+            owner=owner,
+            is_busy=lambda: bool(self._running),
+            stop=self._stop_cancelled,
+            is_moving=lambda: any(one.job.slot is jobs.Slot.DATA for one in self._running.values()),
+            throttle=self._throttle,
         )
         self._stopping = False
         self._wake = asyncio.Event()
@@ -329,6 +334,10 @@ class Runner:
     def _stop_cancelled(self, job_id: uuid.UUID) -> None:
         if (running := self._running.get(job_id)) is not None:
             running.attempt.stop(attempt.Stop.CANCEL, running.task)
+
+    def _throttle(self, job_id: uuid.UUID, said: Mapping[str, Any]) -> None:
+        if (running := self._running.get(job_id)) is not None:
+            running.attempt.throttle.say(said)
 
     async def _cancel_what_waits(self, job: jobs.Job) -> None:
         """A connection that is to be ended need not be made before."""

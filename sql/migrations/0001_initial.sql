@@ -119,6 +119,8 @@ CREATE TABLE jobs (
     refusal jsonb,
     -- Its owner, or whoever takes it up next, is to take back what it did and end it.
     cancel_requested boolean NOT NULL DEFAULT false,
+    -- How fast it may go, {"bytes_per_second": …}, where somebody has said so after it was sent.
+    throttle jsonb,
     -- The processes that work for it: pid and start time, so that whoever takes it over can end them.
     children jsonb NOT NULL DEFAULT '[]',
     result jsonb,
@@ -141,6 +143,7 @@ CREATE INDEX jobs_waiting ON jobs (address, slot, seq) WHERE state = 'queued';
 CREATE INDEX jobs_running ON jobs (lease_until) WHERE state = 'running';
 CREATE INDEX jobs_unfinished ON jobs (address) WHERE finished_at IS NULL;
 CREATE INDEX jobs_to_cancel ON jobs (owner) WHERE cancel_requested AND state = 'running';
+CREATE INDEX jobs_throttled ON jobs (owner) WHERE throttle IS NOT NULL AND state = 'running';
 CREATE INDEX jobs_by_parent ON jobs (parent_job) WHERE parent_job IS NOT NULL AND finished_at IS NULL;
 CREATE INDEX jobs_by_volume ON jobs USING gin (volume_ids);
 CREATE INDEX jobs_by_acceptance ON jobs (seq);
@@ -658,6 +661,7 @@ BEGIN
         UPDATE jobs SET
             state = 'queued', seq = DEFAULT, slot = p_slot, attempt = 0, run_at = now(),
             deadline = NULL, overdue = false, refusal = NULL, cancel_requested = false,
+            throttle = NULL,
             result = NULL, progress = NULL, connection_id = NULL, finished_at = NULL,
             -- It has left something only where it goes on with a volume of its own.
             started_at = CASE WHEN own IS NULL THEN NULL ELSE started_at END,

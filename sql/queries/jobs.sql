@@ -19,6 +19,15 @@ SELECT * FROM cancel_job($1, $2, make_interval(secs => $3), $4);
 -- Running jobs that somebody wants to be cancelled. $1 owner.
 SELECT id FROM jobs WHERE owner = $1 AND cancel_requested AND state = 'running';
 
+-- name: throttle_job
+-- Says how fast a job may go, unless it has ended. $1 job, $2 what is said, $3 methods that heed it.
+UPDATE jobs SET throttle = $2 WHERE id = $1 AND finished_at IS NULL AND method = ANY ($3::text[])
+RETURNING *;
+
+-- name: throttled_jobs
+-- Running jobs of which somebody has said how fast they may go. $1 owner.
+SELECT id, throttle FROM jobs WHERE owner = $1 AND throttle IS NOT NULL AND state = 'running';
+
 -- name: ended_jobs
 -- Which of some jobs have ended, or are gone. $1 ids.
 SELECT id FROM unnest($1::uuid[]) AS asked (id)

@@ -54,7 +54,7 @@ async def test_a_failed_cast_is_kept_with_its_job(hosts: Hosts) -> None:
 
 CASTS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "bad argument": ("delete_volume", {"volume_id": "x"}, {}),
-    "not supported": ("throttle_job", {"job_id": NOWHERE}, {}),
+    "not supported": ("delete_backup", {"backup_id": NOWHERE}, {}),
     "deadline": (
         "create_volume",
         {"volume": {"name": "v", "size_bytes": 1}},
@@ -107,6 +107,7 @@ async def test_what_succeeds_and_what_a_caller_hears_of_is_not_kept(hosts: Hosts
             ("delete_volume", {"volume_id": NOWHERE}),
             ("delete_volume", {"volume_id": "x"}),
             ("create_volume", {"volume": {"name": "v", "size_bytes": 2**60}}),
+            ("delete_backup", {"backup_id": NOWHERE}),
             ("throttle_job", {"job_id": NOWHERE, "bytes_per_second": None}),
             ("get_volume", {"volume_id": NOWHERE}),
         )

@@ -382,7 +382,6 @@ async def test_jobs_on_one_volume_start_in_the_order_of_acceptance(hosts: Hosts)
         ("get_backup", {"backup_id": str(uuid.UUID(int=1))}),
         ("list_snapshots", {}),
         ("list_backups", {}),
-        ("throttle_job", {"job_id": str(uuid.UUID(int=1)), "bytes_per_second": None}),
     ],
 )
 async def test_what_is_not_built_is_not_supported(

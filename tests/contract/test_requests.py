@@ -78,6 +78,10 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "get_volume": [{"volume_id": ID}],
     "get_job": [{"job_id": ID}],
     "cancel_job": [{"job_id": ID}],
+    "throttle_job": [
+        {"job_id": ID, "bytes_per_second": None},
+        {"job_id": ID, "bytes_per_second": 1},
+    ],
     "list_volumes": [
         {},
         {"status": "available", "all": True, "limit": 1000, "after": ID},
@@ -110,6 +114,10 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("get_job", {"job_id": "x"}, "args.job_id"),
     ("cancel_job", {}, "args.job_id"),
     ("cancel_job", {"job_id": "x"}, "args.job_id"),
+    # Its absence may be a slip: what takes a limit away is said.
+    ("throttle_job", {"job_id": ID}, "args.bytes_per_second"),
+    ("throttle_job", {"job_id": ID, "bytes_per_second": 0}, "args.bytes_per_second"),
+    ("throttle_job", {"job_id": ID, "bytes_per_second": 1.5}, "args.bytes_per_second"),
     # Names.
     *(
         (

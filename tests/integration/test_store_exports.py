@@ -75,6 +75,7 @@ class Site:
             progress=unused,
             cancel=unused,
             on_child=unused,
+            throttle=unused,
         )
 
     async def make(self, export: Export) -> None:

@@ -55,7 +55,9 @@ class Site:
         )
         source = types.SimpleNamespace(id=uuid.uuid4(), size_bytes=1)
         unused = cast("Any", None)
-        return await copies._move(cast("Any", context), cast("Any", source), unused, unused)
+        return await copies._move(
+            cast("Any", context), cast("Any", source), unused, unused, copying.Rate()
+        )
 
 
 @pytest.fixture

@@ -85,10 +85,15 @@ def _value(key: str, text: str) -> Any:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         pass
-    return _size(key, text) if key.endswith(_OF_BYTES) else text
+    return parse_size(key, text) if key.endswith(_OF_BYTES) else text
 
 
-def _size(key: str, text: str) -> int:
+def parse_size(key: str, text: str) -> int:
+    """Bytes, from what was typed for ``key``: a number, or one with a unit.
+
+    Raises:
+        BadParameter: it is none.
+    """
     match = _SIZE.fullmatch(text.strip())
     factor = _UNITS.get(match["unit"].lower()) if match else None
     if match is None or factor is None:

@@ -11,7 +11,7 @@ import typer
 
 from messages import client, replies, resources
 from worker import reads, settings
-from worker.cli import failures, listing, options, output, progress, reach
+from worker.cli import arguments, failures, listing, options, output, progress, reach
 from worker.store import jobs
 
 commands = typer.Typer(
@@ -95,6 +95,26 @@ def cancel(
         output.say(f"{job_id} is {job['state']}")
 
 
+@commands.command("throttle")
+def throttle(
+    job_id: Annotated[uuid.UUID, typer.Argument(metavar="ID")],
+    rate: Annotated[
+        str,
+        typer.Argument(metavar="RATE", help="Bytes a second, such as 50MiB; none for no limit."),
+    ],
+    *,
+    config: options.Config = None,
+    as_json: options.Json = False,
+) -> None:
+    """Changes how fast a copy may go, while it runs or before."""
+    most = None if rate == "none" else arguments.parse_size("RATE", rate)
+    job = asyncio.run(_throttle(settings.load(config), job_id, most))
+    if as_json:
+        output.print_json(job)
+    else:
+        output.say(f"{job_id} is {job['state']}")
+
+
 @commands.command("watch")
 def watch(
     job_id: Annotated[uuid.UUID, typer.Argument(metavar="ID")],
@@ -115,10 +135,28 @@ def watch(
 async def _cancel(
     configured: settings.Settings, job_id: uuid.UUID, timeout: float
 ) -> Mapping[str, Any]:
+    return await _call(configured, "cancel_job", job_id, {}, timeout)
+
+
+async def _throttle(
+    configured: settings.Settings, job_id: uuid.UUID, most: int | None
+) -> Mapping[str, Any]:
+    said = {"bytes_per_second": most}
+    return await _call(configured, "throttle_job", job_id, said, client.DEFAULT_TIMEOUT)
+
+
+async def _call(
+    configured: settings.Settings,
+    method: str,
+    job_id: uuid.UUID,
+    args: Mapping[str, Any],
+    timeout: float,
+) -> Mapping[str, Any]:
+    """Calls a method about a job, at the job's own address."""
     async with reach.records(configured) as store:
         address = (await jobs.get(store, job_id)).address
     async with reach.caller(configured) as volumes:
-        return await volumes.call("cancel_job", address, {"job_id": str(job_id)}, timeout=timeout)
+        return await volumes.call(method, address, {"job_id": str(job_id), **args}, timeout=timeout)
 
 
 async def _watch(

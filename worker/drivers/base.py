@@ -69,6 +69,9 @@ class Options(pydantic.BaseModel):
     volume_clear: VolumeClear = VolumeClear.ZERO
     volume_clear_size: int = pydantic.Field(0, ge=0, le=1024, description="MiB; 0 means all")
     copy_verify: bool = True
+    copy_bytes_per_second: int | None = pydantic.Field(
+        None, ge=1, description="for all copies of the backend together; without it, any number"
+    )
     # The next two are accepted and checked already, so that a configuration need not change later.
     use_multipath_for_image_xfer: bool = pydantic.Field(
         default=False, description="takes effect with the image methods, which are not built yet"

@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from typing import Final
 
-from worker.operations import attachments, cancelling, connections, copies, exports, stats, volumes
+from worker.operations import (
+    attachments,
+    cancelling,
+    connections,
+    copies,
+    exports,
+    stats,
+    throttling,
+    volumes,
+)
 from worker.operations.base import Operation
 
 OPERATIONS: Final[Mapping[str, Operation]] = {
@@ -14,5 +23,6 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     **copies.OPERATIONS,
     **stats.OPERATIONS,
     **cancelling.OPERATIONS,
+    **throttling.OPERATIONS,
 }
 """Every method that is carried out by a job."""

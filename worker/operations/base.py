@@ -9,7 +9,7 @@ import pydantic
 
 from messages import client, errors, requests, resources
 from messages.resources import VolumeStatus
-from worker import backend
+from worker import backend, throttle
 from worker.connectors import registry
 from worker.drivers import base as drivers
 from worker.store import acceptance, database, jobs, volumes
@@ -47,6 +47,8 @@ class Context:
     """Has a job cancelled, wherever it runs; returns it when it has ended."""
     on_child: Callable[[int], Awaitable[None]]
     """Keeps the pid of a process that works for the job, before it does anything."""
+    throttle: throttle.Throttle
+    """How fast the job may go."""
     begun: Mapping[str, Any] | None = None
     """The row of the volume that it creates, where that was made when the job was accepted."""
     on_cancel: jobs.VolumeChange | None = None

@@ -7,8 +7,9 @@ was done is undone in reverse, each step even if the one before failed, and the 
 one that is told.
 """
 
+import contextlib
 import uuid
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -18,7 +19,7 @@ from messages.resources import AccessMode, Progress, VolumeStatus
 from worker.connectors import base as connectors
 from worker.operations import attaching, base
 from worker.store import acceptance, connections, jobs, volumes
-from worker.transfer import copying
+from worker.transfer import budget, copying
 
 log = structlog.get_logger(__name__)
 
@@ -40,7 +41,8 @@ async def _copy(context: base.Context) -> base.Outcome:
             context, source, remote=remote in ("src", "both"), read_only=True
         ) as origin,
     ):
-        copied = await _move(context, source, origin, target)
+        with _share(context) as share:
+            copied = await _move(context, source, origin, target, share.rate)
     result = {
         "total_bytes": copied.total_bytes,
         "copied_bytes": copied.copied_bytes,
@@ -52,11 +54,23 @@ async def _copy(context: base.Context) -> base.Outcome:
     return base.Outcome(result=result, change=base.back(taken))
 
 
+@contextlib.contextmanager
+def _share(context: base.Context) -> Iterator[budget.Share]:
+    """What the copy may move of what the backend's copies may: less, where it is told so."""
+    asked, throttle = context.args.bytes_per_second, context.throttle
+    with (
+        context.backend.copies.share(throttle.limit(asked)) as share,
+        throttle.heeded_by(lambda: share.ask_for(throttle.limit(asked))),
+    ):
+        yield share
+
+
 async def _move(
     context: base.Context,
     source: volumes.Volume,
     origin: connectors.Device,
     target: connectors.Device,
+    rate: copying.Rate,
 ) -> copying.Copied:
     """Copies, knowing whether the source may change meanwhile.
 
@@ -74,7 +88,7 @@ async def _move(
             size_bytes=source.size_bytes,
             verify=_verify(context, args),
             source_changes=source_changes,
-            bytes_per_second=args.bytes_per_second,
+            bytes_per_second=rate,
             on_progress=lambda progress: context.progress(_progress(progress)),
             on_child=context.on_child,
             # It is fed three times a lease, the last time perhaps long after the last renewal.

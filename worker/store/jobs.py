@@ -45,6 +45,8 @@ class Job:
     overdue: bool
     resumed: bool
     cancel_requested: bool
+    throttle: Mapping[str, Any] | None
+    """``bytes_per_second`` (None for no limit), where somebody has said so after it was sent."""
     children: Sequence[Mapping[str, Any]]
     refusal: Mapping[str, Any] | None
     result: Mapping[str, Any] | None
@@ -145,6 +147,29 @@ async def cancel(
 async def to_cancel(store: database.Database, owner: uuid.UUID) -> set[uuid.UUID]:
     """The running jobs of a worker that somebody wants to be cancelled."""
     return {row["id"] for row in await store.fetch("jobs_to_cancel", owner)}
+
+
+async def throttle(
+    store: database.Database,
+    job_id: uuid.UUID,
+    bytes_per_second: int | None,
+    *,
+    methods: Collection[str],
+) -> Job | None:
+    """Says how fast a job may go, in bytes a second, None for as fast as it goes.
+
+    Returns the job; None where there is none that has not ended, or not of these ``methods``.
+    """
+    said = {"bytes_per_second": bytes_per_second}
+    row = await store.row("throttle_job", job_id, said, list(methods))
+    return None if row is None else from_row(row)
+
+
+async def throttled(
+    store: database.Database, owner: uuid.UUID
+) -> Mapping[uuid.UUID, Mapping[str, Any]]:
+    """The running jobs of a worker of which somebody has said how fast they may go, with that."""
+    return {row["id"]: row["throttle"] for row in await store.fetch("throttled_jobs", owner)}
 
 
 async def ended(store: database.Database, ids: Collection[uuid.UUID]) -> set[uuid.UUID]:
