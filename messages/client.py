@@ -310,7 +310,7 @@ class Client:
         return True
 
     async def _consume_replies(self, connection: aio_pika.abc.AbstractConnection) -> None:
-        channel = await connection.channel()
+        channel = await link.open_channel(connection)
         await channel.set_qos(prefetch_count=100)
         self._may_have_queue = True
         self._queue = await channel.declare_queue(

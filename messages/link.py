@@ -158,6 +158,20 @@ class Link:
         )
 
 
+async def open_channel(
+    connection: aio_pika.abc.AbstractConnection, **options: Any
+) -> aio_pika.abc.AbstractChannel:
+    """A channel of a connection.
+
+    Raises:
+        ConnectionError: the connection was closed meanwhile; and what else is of :data:`AWAY`.
+    """
+    try:
+        return await connection.channel(**options)
+    except RuntimeError as error:
+        raise ConnectionError("the connection to the broker was closed meanwhile") from error
+
+
 def _end_if_cancelled() -> None:
     """Ends a task that was cancelled: connecting and closing may have swallowed that."""
     task = asyncio.current_task()
@@ -231,7 +245,9 @@ class Publisher:
 
     async def _set_up(self, connection: aio_pika.abc.AbstractConnection) -> None:
         self._channel = self._wire = self._underlay = None
-        self._channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
+        self._channel = await open_channel(
+            connection, publisher_confirms=True, on_return_raises=True
+        )
         self._wire = wire.Wire(await self._channel.get_underlay_channel())
         assert connection.transport is not None
         self._underlay = connection.transport.connection
@@ -312,7 +328,8 @@ class Publisher:
     async def _renew_channel(self, channel: aio_pika.abc.AbstractChannel) -> None:
         # The broker closes a channel on a publish to an exchange that is not there.
         async with self._renewing:
-            with contextlib.suppress(*AWAY):
+            # A connection that was closed meanwhile is a RuntimeError to aio-pika.
+            with contextlib.suppress(*AWAY, RuntimeError):
                 if channel.is_closed:
                     await channel.reopen()
                     self._wire = wire.Wire(await channel.get_underlay_channel())

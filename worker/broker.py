@@ -150,7 +150,7 @@ class Broker:
         self._connection = connection
         if self._stopped:
             return
-        channel = await connection.channel()
+        channel = await link.open_channel(connection)
         await channel.set_qos(prefetch_count=PREFETCH)
         self._consuming = []
         for address in filter(self._serves, self._addresses):
@@ -181,7 +181,7 @@ class Broker:
         """Declares all there must be; returns how many consumers each request queue has."""
         names = self.names
         consumers = {}
-        channel = await connection.channel()
+        channel = await link.open_channel(connection)
         try:
             requests = await channel.declare_exchange(
                 names.requests, aio_pika.ExchangeType.TOPIC, durable=True
