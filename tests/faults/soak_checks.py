@@ -6,6 +6,7 @@ Each look notes what it finds wrong and goes on, so that all of it is told.
 import asyncio
 import collections
 import dataclasses
+import json
 import pathlib
 import time
 from collections.abc import Iterable, Mapping
@@ -58,6 +59,15 @@ async def everything(rest: Rest) -> None:
         await _removed(rest, made)
         await made.stop()
         await checks.nothing(made, rest.found)
+        _ended_by_themselves(rest)
+
+
+def _ended_by_themselves(rest: Rest) -> None:
+    """No worker has ended but where it was ended."""
+    for host, worker in rest.site.hosts.items():
+        for line in worker.last_words():
+            if line.startswith("volume-worker:"):
+                rest.found.note(Kind.LOST, f"{host}: {line}")
 
 
 async def _rests(rest: Rest) -> None:
@@ -240,7 +250,9 @@ def numbers(rest: Rest, troubles: soak_troubles.Troubles) -> list[str]:
 def _logged(rest: Rest) -> list[tuple[str, int]]:
     """The events that workers have logged as errors, the most frequent first."""
     workers = rest.site.hosts.values()
-    lines = (line for worker in workers for line in worker.log_lines())
+    texts = (line for worker in workers for line in worker.log.read_text().splitlines())
+    # A worker that gets kill -9 may leave half a line, and Python's own words are none.
+    lines = (json.loads(text) for text in texts if text.startswith("{") and text.endswith("}"))
     return collections.Counter(
         line["event"].partition("\n")[0] for line in lines if line["level"] == "error"
     ).most_common()

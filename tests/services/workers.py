@@ -205,6 +205,11 @@ class Worker:
         """The log so far; each line must be JSON."""
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
+    def last_words(self) -> list[str]:
+        """Lines of the log that are none: why it ended by itself, or what Python had to say."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return [line for line in lines if not line.startswith("{")]
+
     def nbd_serves(self) -> bool:
         """Whether somebody listens on the NBD port."""
         assert self.nbd_port is not None
