@@ -59,10 +59,17 @@ class Attempt:
     """A job at work here, in a task of its own: :meth:`run`."""
 
     def __init__(
-        self, parts: Parts, job: jobs.Job, *, begun: Mapping[str, Any] | None = None
+        self,
+        parts: Parts,
+        job: jobs.Job,
+        *,
+        begun: Mapping[str, Any] | None = None,
+        is_repeated: bool = False,
     ) -> None:
         self.job = job
         self._begun = begun
+        # The statement that stored it may have made the record of its volume.
+        self._may_have_made = is_repeated or begun is not None
         self.is_ending = False
         """Its end is being stored and told, which nothing may cut short."""
         self.is_stored = True
@@ -114,7 +121,7 @@ class Attempt:
     async def _carry_out(self) -> End:
         """Carries the job out; returns how its attempt is to be ended."""
         context: base.Context | None = None
-        has_begun = self.job.resumed or self._begun is not None
+        has_begun = self.job.resumed or self._may_have_made
         try:
             context = self._context()
             await self._end_recorded_children()
@@ -227,6 +234,7 @@ class Attempt:
             say_volume=parts.outbox.say_volume,
             progress=self._progress,
             cancel=parts.cancel,
+            keep_checkpoint=self._keep_checkpoint,
             on_child=self._keep_child,
             begun=self._begun,
             throttle=self.throttle,
@@ -237,6 +245,11 @@ class Attempt:
         # How far it has come is worth no failure: whether it may go on is for its lease to say.
         with contextlib.suppress(errors.Unreachable):
             parts.outbox.say_job(await jobs.set_progress(parts.store, self.job, now))
+
+    async def _keep_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        # Without it the next attempt begins further back.
+        with contextlib.suppress(errors.Unreachable):
+            await jobs.set_checkpoint(self._parts.store, self.job, checkpoint)
 
     async def _keep_child(self, pid: int) -> None:
         started = process.start_time(pid)

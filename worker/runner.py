@@ -159,7 +159,7 @@ class Runner:
         kept = await jobs.renew(self._store, lost, lease=self._lease)
         for job in lost:
             if job.id in kept:
-                self._start(job, until)
+                self._start(job, until, is_repeated=True)
 
     def wake(self) -> None:
         """A job's turn may have come: look now."""
@@ -274,7 +274,12 @@ class Runner:
         return asyncio.get_running_loop().time() + self._lease
 
     def _start(
-        self, job: jobs.Job, until: float, *, begun: Mapping[str, Any] | None = None
+        self,
+        job: jobs.Job,
+        until: float,
+        *,
+        begun: Mapping[str, Any] | None = None,
+        is_repeated: bool = False,
     ) -> None:
         before = self._running.get(job.id)
         if before is not None and before.job.lease_token == job.lease_token:
@@ -282,7 +287,7 @@ class Runner:
         if before is not None:
             # Its own job, taken over after a pause that was longer than the lease.
             self._lose(before)
-        started = attempt.Attempt(self._parts, job, begun=begun)
+        started = attempt.Attempt(self._parts, job, begun=begun, is_repeated=is_repeated)
         task = asyncio.create_task(
             self._run(started, after=before.task if before else None), name=f"job {job.id}"
         )

@@ -80,6 +80,7 @@ CREATE TABLE connections (
     credentials jsonb,
     created_at timestamptz NOT NULL DEFAULT now()
 );
+CREATE INDEX connections_by_volume ON connections (volume_id);
 CREATE INDEX connections_not_ended ON connections (volume_id) WHERE state <> 'ended';
 CREATE UNIQUE INDEX connections_told_apart
     ON connections (volume_id, coalesce(connector_host, ''), identity, connection_key)
@@ -121,6 +122,8 @@ CREATE TABLE jobs (
     cancel_requested boolean NOT NULL DEFAULT false,
     -- How fast it may go, {"bytes_per_second": …}, where somebody has said so after it was sent.
     throttle jsonb,
+    -- How far a copy has safely come, and between what: where its next attempt goes on.
+    checkpoint jsonb,
     -- The processes that work for it: pid and start time, so that whoever takes it over can end them.
     children jsonb NOT NULL DEFAULT '[]',
     result jsonb,

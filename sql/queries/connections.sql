@@ -1,5 +1,9 @@
 -- Connections: recorded before they are made, kept as ended until their volume goes.
 
+-- name: count_writers
+-- How many connections there have ever been that could write to a volume. $1 volume.
+SELECT count(*) FROM connections WHERE volume_id = $1 AND access_mode = 'rw';
+
 -- name: begin_connection
 -- Records a connection that is about to be made, or finds the one that is there; one that is being
 -- ended is made again, unless another kind is asked for.

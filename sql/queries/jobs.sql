@@ -127,7 +127,7 @@ WITH input AS (
     UPDATE jobs SET
         state = mine.state, error = mine.error, connection_id = mine.connection_id,
         result = CASE WHEN mine.is_record THEN changed.record ELSE mine.result END,
-        finished_at = now(), owner = NULL, lease_until = NULL, children = '[]',
+        finished_at = now(), owner = NULL, lease_until = NULL, children = '[]', checkpoint = NULL,
         endings = endings + 1, version = version + 1,
         first_failed_at = CASE WHEN mine.error IS NULL THEN first_failed_at
             ELSE coalesce(first_failed_at, now()) END
@@ -181,6 +181,11 @@ SELECT * FROM back;
 UPDATE jobs SET progress = $3, version = version + 1
 WHERE id = $1 AND lease_token = $2 AND state = 'running'
 RETURNING *;
+
+-- name: set_checkpoint
+-- Keeps how far a copy has safely come. $1 job, $2 fencing token, $3 checkpoint.
+UPDATE jobs SET checkpoint = $3 WHERE id = $1 AND lease_token = $2 AND state = 'running'
+RETURNING id;
 
 -- name: get_job
 -- One job. $1 id.

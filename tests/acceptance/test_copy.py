@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.acceptance.conftest import Hosts
-from tests.services import amqp, volumes, workers
+from tests.services import amqp, cancels, volumes, workers
 from tests.services import tgtd as tgtd_service
 from tests.services.volumes import MIB
 
@@ -346,3 +346,29 @@ async def test_a_copy_between_two_backends_of_one_host_needs_no_remote(
     assert await hosts.volumes.content(destination) == await hosts.volumes.content(source)
     assert json.dumps(await hosts.volumes.record(destination)).count("maintenance") == 0
     assert "Target " not in tgtd.targets()
+
+
+async def test_a_copy_whose_worker_was_killed_goes_on_from_where_it_came(
+    start_worker: workers.Starter, caller: amqp.Caller, volumes: volumes.Volumes
+) -> None:
+    size, rate = 1024 * MIB, 160 * MIB
+    worker = await start_worker("host-a", lease=3)
+    at = worker.at("fast")
+    source, destination = await cancels.filled_pair(volumes, at, at, size)
+    pair = {**volumes.pair(source, destination), "bytes_per_second": rate}
+    copy = await cancels.start_copy(caller, at, **pair)
+    await cancels.wait_until(
+        caller, at, copy, lambda job: (job["progress"] or {}).get("done_bytes", 0) >= size * 0.5
+    )
+    await worker.kill()
+    await worker.start()
+    result = (await caller.result(copy, timeout=60)).body["result"]
+    assert result["resumed_from_bytes"] >= size * 0.45
+    assert (
+        result["copied_bytes"] + result["zeroed_bytes"] + result["resumed_from_bytes"]
+        == result["total_bytes"]
+        == size
+    )
+    job = await caller.call("get_job", at, {"job_id": copy.message_id})
+    assert job["attempt"] == 2
+    assert await volumes.content(destination) == b"d" * size

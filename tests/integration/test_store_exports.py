@@ -74,6 +74,7 @@ class Site:
             say_volume=unused,
             progress=unused,
             cancel=unused,
+            keep_checkpoint=unused,
             on_child=unused,
             throttle=unused,
         )

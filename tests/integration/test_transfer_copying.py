@@ -394,3 +394,96 @@ def test_a_child_ends_when_its_parent_is_gone_or_stands_still(
             child.stdin.close()
         assert child.wait(10) == 1
         assert b"the copier ends: " in child.stderr.read()
+
+
+# Going on from a mark
+
+
+class Killer:
+    """Ends a copy by kill -9 at its first mark."""
+
+    def __init__(self) -> None:
+        self.mark = 0
+        self._pid = 0
+
+    async def on_child(self, pid: int) -> None:
+        self._pid = pid
+
+    async def on_mark(self, mark: int) -> None:
+        self.mark = mark
+        os.kill(self._pid, signal.SIGKILL)
+
+
+async def killed(copier: copies.Copier, kinds: tuple[str, str], size: int) -> int:
+    """A copy that was killed at its first mark, which is returned."""
+    killer = Killer()
+    with pytest.raises(errors.CommandFailed):
+        await copier.copy(
+            kinds,
+            size,
+            bytes_per_second=64 * MIB,
+            on_mark=killer.on_mark,
+            on_child=killer.on_child,
+        )
+    assert 0 < killer.mark < size
+    assert killer.mark % (4 * MIB) == 0
+    return killer.mark
+
+
+@needs_qemu_nbd
+@pytest.mark.parametrize("kinds", [("file", "file"), ("file", "nbd"), ("nbd", "file")])
+async def test_a_copy_that_was_killed_goes_on_from_its_mark(
+    copier: copies.Copier, kinds: tuple[str, str]
+) -> None:
+    size = 100 * MIB + 1
+    content = copies.write_source(copier.source, size, [(0, 70 * MIB), (90 * MIB, 20 * MIB)])
+    copier.destination.write_bytes(OLD * size)
+    mark = await killed(copier, kinds, size)
+    copied = await copier.copy(kinds, size, resume_from=mark)
+    assert copied.resumed_from_bytes == mark
+    assert copied.copied_bytes + copied.zeroed_bytes + mark == copied.total_bytes == size
+    assert copied.digest == copies.digest_of(content)
+    assert copier.destination.read_bytes() == content
+
+
+async def test_a_mark_is_not_taken_where_what_stands_before_it_differs(
+    copier: copies.Copier,
+) -> None:
+    content = copies.write_source(copier.source, 100 * MIB, [(0, 100 * MIB)])
+    copier.destination.write_bytes(OLD * 100 * MIB)
+    mark = await killed(copier, ("file", "file"), 100 * MIB)
+    with copier.destination.open("r+b") as destination:
+        destination.seek(mark - 1)
+        destination.write(bytes([content[mark - 1] ^ 1]))
+    copied = await copier.copy(("file", "file"), 100 * MIB, verify=False, resume_from=mark)
+    assert copied.resumed_from_bytes == 0
+    assert copier.destination.read_bytes() == content
+
+
+async def test_what_differs_far_before_the_mark_is_found_by_the_reading_back(
+    copier: copies.Copier,
+) -> None:
+    size = 200 * MIB
+    content = copies.write_source(copier.source, size, [(0, size)])
+    copier.destination.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(errors.DeviceUnavailable) as refused:
+        await copier.copy(("file", "file"), size, resume_from=160 * MIB)
+    assert refused.value.details["reason"] == "verify_mismatch"
+
+
+async def test_a_source_that_changes_gives_no_mark(copier: copies.Copier) -> None:
+    marks: list[int] = []
+
+    async def on_mark(mark: int) -> None:
+        marks.append(mark)
+
+    copies.write_source(copier.source, 100 * MIB, [(0, 100 * MIB)])
+    copier.destination.write_bytes(OLD * 100 * MIB)
+    await copier.copy(
+        ("file", "file"),
+        100 * MIB,
+        source_changes=True,
+        bytes_per_second=64 * MIB,
+        on_mark=on_mark,
+    )
+    assert marks == []

@@ -101,6 +101,9 @@ class Copier:
         source_changes: bool = False,
         bytes_per_second: int | copying.Rate | None = None,
         on_progress: copying.OnProgress | None = None,
+        resume_from: int = 0,
+        on_mark: copying.OnMark | None = None,
+        on_child: copying.OnChild | None = None,
     ) -> copying.Copied:
         source, destination = (
             base.Device(path=path) if kind == "file" else self._servers.serve(path, *options)
@@ -118,4 +121,7 @@ class Copier:
             source_changes=source_changes,
             bytes_per_second=bytes_per_second,
             on_progress=on_progress,
+            resume_from=resume_from,
+            on_mark=on_mark,
+            on_child=on_child,
         )

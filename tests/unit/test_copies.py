@@ -13,6 +13,8 @@ from worker.store import connections, volumes
 from worker.transfer import copying
 
 JOB = uuid.uuid4()
+DESTINATION = uuid.uuid4()
+MARK = 4 * 1024 * 1024
 
 
 class Site:
@@ -24,6 +26,10 @@ class Site:
         self.connected: list[tuple[AccessMode, str]] = []
         self.outcomes: list[errors.VolumeWorkerError | None] = []
         self.copies: list[bool] = []
+        self.resumed_from: list[int] = []
+        self.writers = 3
+        self.checkpoint: dict[str, Any] | None = None
+        self.source = types.SimpleNamespace(id=uuid.uuid4(), size_bytes=1)
         self.comes_meanwhile = False
 
     async def get(self, *_: object) -> object:
@@ -35,8 +41,23 @@ class Site:
             for mode, key in self.connected
         ]
 
-    async def copy(self, *_: object, source_changes: bool, **__: object) -> str:
+    async def count_writers(self, *_: object) -> int:
+        return self.writers
+
+    async def keep_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.checkpoint = checkpoint
+
+    async def copy(
+        self,
+        *_: object,
+        source_changes: bool,
+        resume_from: int,
+        on_mark: copying.OnMark,
+        **__: object,
+    ) -> str:
         self.copies.append(source_changes)
+        self.resumed_from.append(resume_from)
+        await on_mark(MARK)
         self.seq += self.comes_meanwhile
         outcome = self.outcomes.pop(0) if self.outcomes else None
         if outcome is not None:
@@ -44,19 +65,21 @@ class Site:
         return "copied"
 
     async def move(self) -> object:
-        args = types.SimpleNamespace(verify=True, bytes_per_second=None)
+        args = types.SimpleNamespace(
+            verify=True, bytes_per_second=None, destination_volume_id=DESTINATION
+        )
         context = types.SimpleNamespace(
             store=None,
             args=args,
-            job=types.SimpleNamespace(id=JOB),
+            job=types.SimpleNamespace(id=JOB, checkpoint=self.checkpoint),
             connectors=types.SimpleNamespace(execute=None),
+            keep_checkpoint=self.keep_checkpoint,
             on_child=None,
             lease=30.0,
         )
-        source = types.SimpleNamespace(id=uuid.uuid4(), size_bytes=1)
         unused = cast("Any", None)
         return await copies._move(
-            cast("Any", context), cast("Any", source), unused, unused, copying.Rate()
+            cast("Any", context), cast("Any", self.source), unused, unused, copying.Rate()
         )
 
 
@@ -65,6 +88,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Site:
     made = Site()
     monkeypatch.setattr(volumes, "get", made.get)
     monkeypatch.setattr(connections, "of_volume", made.of_volume)
+    monkeypatch.setattr(connections, "count_writers", made.count_writers)
     monkeypatch.setattr(copying, "copy", made.copy)
     return made
 
@@ -114,3 +138,44 @@ async def test_a_mismatch_of_what_was_sent_is_one(site: Site) -> None:
     with pytest.raises(errors.DeviceUnavailable):
         await site.move()
     assert site.copies == [False, True]
+
+
+# Going on from where an earlier attempt came
+
+
+async def test_the_next_attempt_goes_on_from_the_checkpoint(site: Site) -> None:
+    site.outcomes = [errors.DeviceUnavailable("cut")]
+    with pytest.raises(errors.DeviceUnavailable):
+        await site.move()
+    assert await site.move() == "copied"
+    assert site.resumed_from == [0, MARK]
+
+
+async def test_nothing_is_taken_for_done_once_somebody_could_have_written(site: Site) -> None:
+    await site.move()
+    site.writers += 1
+    await site.move()
+    assert site.resumed_from == [0, 0]
+
+
+async def test_a_source_that_is_written_to_now_is_copied_from_its_start(site: Site) -> None:
+    await site.move()
+    site.connected = [(AccessMode.READ_WRITE, "other")]
+    await site.move()
+    assert site.resumed_from == [0, 0]
+    assert site.copies == [False, True]
+
+
+async def test_a_volume_that_has_another_size_now_is_copied_from_its_start(site: Site) -> None:
+    await site.move()
+    site.source.size_bytes += 1
+    await site.move()
+    assert site.resumed_from == [0, 0]
+
+
+async def test_what_was_resumed_and_differs_is_copied_from_its_start(site: Site) -> None:
+    await site.move()
+    site.outcomes = [mismatch()]
+    assert await site.move() == "copied"
+    assert site.resumed_from == [0, MARK, 0]
+    assert site.copies == [False, False, False]

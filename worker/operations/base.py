@@ -45,6 +45,8 @@ class Context:
     progress: Callable[[resources.Progress], Awaitable[None]]
     cancel: Callable[[uuid.UUID], Awaitable[jobs.Job]]
     """Has a job cancelled, wherever it runs; returns it when it has ended."""
+    keep_checkpoint: Callable[[Mapping[str, Any]], Awaitable[None]]
+    """Keeps how far a copy has safely come, for the job's next attempt."""
     on_child: Callable[[int], Awaitable[None]]
     """Keeps the pid of a process that works for the job, before it does anything."""
     throttle: throttle.Throttle

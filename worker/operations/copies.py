@@ -10,7 +10,7 @@ one that is told.
 import contextlib
 import uuid
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -74,13 +74,19 @@ async def _move(
 ) -> copying.Copied:
     """Copies, knowing whether the source may change meanwhile.
 
-    A source that holds still is compared with directly, and the kernel may copy it. Somebody may
-    come and write to it all the same: then a mismatch means nothing, and it is copied once more
-    as one that changes.
+    A source that holds still is compared with directly, the kernel may copy it, and a copy goes on
+    from where an earlier attempt safely came. Somebody may come and write to it all the same: then
+    a mismatch means nothing, and it is copied once more as one that changes.
     """
     args: requests.CopyVolumeData = context.args
+    # Before the connections are looked at: any that comes or goes later has raised it.
+    seq = (await volumes.get(context.store, source.id)).seq
+    between = await _between(context, source)
 
-    def copy(*, source_changes: bool) -> Awaitable[copying.Copied]:
+    async def keep(mark: int) -> None:
+        await context.keep_checkpoint({"done_bytes": mark, "between": between})
+
+    def copy(*, source_changes: bool, resume_from: int = 0) -> Awaitable[copying.Copied]:
         return copying.copy(
             context.connectors.execute,
             origin,
@@ -90,24 +96,49 @@ async def _move(
             source_changes=source_changes,
             bytes_per_second=rate,
             on_progress=lambda progress: context.progress(_progress(progress)),
+            resume_from=resume_from,
+            on_mark=keep,
             on_child=context.on_child,
             # It is fed three times a lease, the last time perhaps long after the last renewal.
             lease_seconds=context.lease * 2 / 3,
         )
 
-    # Before the connections are looked at: any that comes or goes later has raised it.
-    seq = (await volumes.get(context.store, source.id)).seq
     if await _is_written(context, source.id):
         return await copy(source_changes=True)
+    mark = _mark(context.job, between)
     try:
-        return await copy(source_changes=False)
+        return await copy(source_changes=False, resume_from=mark)
     except errors.DeviceUnavailable as error:
         if error.details.get("reason") != "verify_mismatch":
             raise
-        if (await volumes.get(context.store, source.id)).seq == seq:
+        has_changed = (await volumes.get(context.store, source.id)).seq != seq
+        if not has_changed and not mark:
             raise
-        log.info("copy.source_changed", volume_id=str(source.id))
-        return await copy(source_changes=True)
+        log.info("copy.from_the_start", source_has_changed=has_changed, resumed_from=mark)
+        return await copy(source_changes=has_changed)
+
+
+async def _between(context: base.Context, source: volumes.Volume) -> dict[str, Any]:
+    """What a checkpoint is good for: these volumes, and a source that nobody could write to since.
+
+    The destination is this job's from its first attempt to its end.
+    """
+    args: requests.CopyVolumeData = context.args
+    return {
+        "source": str(source.id),
+        "destination": str(args.destination_volume_id),
+        "size_bytes": source.size_bytes,
+        "writers": await connections.count_writers(context.store, source.id),
+    }
+
+
+def _mark(job: jobs.Job, between: Mapping[str, Any]) -> int:
+    """The byte from which on a copy is still to be done, by its checkpoint."""
+    checkpoint = job.checkpoint
+    if checkpoint is None or checkpoint["between"] != between:
+        return 0
+    mark: int = checkpoint["done_bytes"]
+    return mark
 
 
 async def _is_written(context: base.Context, volume_id: uuid.UUID) -> bool:

@@ -58,6 +58,18 @@ async def _create(context: base.Context) -> base.Outcome:
     return base.Outcome(change=jobs.VolumeChange(volume.id, columns))
 
 
+async def _undo_create(context: base.Context) -> None:
+    """Asks the storage whether anything was made: else there is nothing to keep a record of."""
+    volume = await volumes.find(context.store, _new_id(context.job.id, context.args))
+    if volume is None or volume.status_job != context.job.id:
+        return
+    driver = context.backend.driver
+    if await driver.find_volume(base.reference(volume)) is None:
+        # What was only begun is no volume, and is in the way.
+        await driver.delete_volume(base.reference(volume))
+        context.on_failure = jobs.VolumeChange(volume.id, drop=True)
+
+
 async def _take_back_create(context: base.Context) -> None:
     args: requests.CreateVolume = context.args
     volume_id = _new_id(context.job.id, args)
@@ -174,6 +186,7 @@ OPERATIONS: Final[Mapping[str, base.Operation]] = {
             acceptance.Need(_new_id(job_id, args), acceptance.LockMode.EXCLUSIVE, known=False)
         ],
         creates=_new,
+        undo=_undo_create,
         take_back=_take_back_create,
     ),
     "delete_volume": base.Operation(

@@ -134,6 +134,13 @@ async def ended(store: database.Database, job: jobs.Job, connection: Connection)
     await store.fetch("ended_connection", job.id, job.lease_token, connection.id)
 
 
+async def count_writers(store: database.Database, volume_id: uuid.UUID) -> int:
+    """How many connections there have ever been that could write to a volume."""
+    [row] = await store.fetch("count_writers", volume_id)
+    count: int = row["count"]
+    return count
+
+
 async def find(store: database.Database, connection_id: uuid.UUID) -> Connection | None:
     """One connection, ended or not."""
     row = await store.row("get_connection", connection_id)

@@ -47,6 +47,8 @@ class Job:
     cancel_requested: bool
     throttle: Mapping[str, Any] | None
     """``bytes_per_second`` (None for no limit), where somebody has said so after it was sent."""
+    checkpoint: Mapping[str, Any] | None
+    """How far a copy has safely come, and between what."""
     children: Sequence[Mapping[str, Any]]
     refusal: Mapping[str, Any] | None
     result: Mapping[str, Any] | None
@@ -324,6 +326,15 @@ async def set_progress(store: database.Database, job: Job, progress: resources.P
         LeaseLost: the job is no longer this worker's.
     """
     return from_row(await store.own("set_progress", job.id, job.lease_token, progress.to_wire()))
+
+
+async def set_checkpoint(store: database.Database, job: Job, checkpoint: Mapping[str, Any]) -> None:
+    """Keeps how far a copy has safely come, for its next attempt.
+
+    Raises:
+        LeaseLost: the job is no longer this worker's.
+    """
+    await store.own("set_checkpoint", job.id, job.lease_token, dict(checkpoint))
 
 
 async def get(store: database.Database, job_id: uuid.UUID) -> Job:

@@ -3,11 +3,13 @@
 It reads one request, a JSON object on one line of stdin::
 
     {"source": {"path": …} or {"nbd_uri": …}, "destination": …, "size_bytes": …, "verify": …,
-     "source_changes": …, "bytes_per_second": … or null, "lease_seconds": … or null}
+     "source_changes": …, "bytes_per_second": … or null, "lease_seconds": … or null,
+     "resume_from": …}
 
 and writes JSON lines to stdout: ``{"progress": …}`` at most twice a second and once at the end,
-then one ``{"result": …}`` (exit code 0) or ``{"error": {"code", "message", "details"}}`` (exit
-code 1).
+``{"mark": …}`` with the first byte before which all is safe, to be resumed from, where the source
+does not change, then one ``{"result": …}`` (exit code 0) or ``{"error": {"code", "message",
+"details"}}`` (exit code 1).
 
 Each further line on stdin feeds it for another lease, and may hold a new ``bytes_per_second``. It
 ends when stdin does, and when it is not fed: whoever started it is gone then, or has lost the job.
@@ -27,10 +29,12 @@ from typing import Any, Final, NoReturn
 
 from messages import errors
 from worker import libc
-from worker.transfer import digest, endpoint, file, mover, nbd, pace, verifier
+from worker.transfer import digest, endpoint, extents, file, mover, nbd, pace, verifier
 
 _STDIN: Final = 0
 _STDOUT: Final = 1
+_LOOKED_AT_AGAIN: Final = 16 * extents.PIECE
+"""Bytes before the mark of an earlier attempt that are compared before a copy goes on from it."""
 
 
 class Lines:
@@ -82,13 +86,24 @@ def _copy(request: dict[str, Any], throttle: pace.Throttle) -> dict[str, Any]:
     source = _open(request["source"], writable=False)
     destination = _open(request["destination"], writable=True)
     _check_ends(source, destination, size)
-    meter = pace.Meter(size)
+    start = _start(source, destination, request["resume_from"])
+    meter = pace.Meter(size, before=start)
     sent = digest.Record(size) if request["verify"] and request["source_changes"] else None
 
     def tick() -> None:
         _say({"progress": meter.report()})
 
-    mover.move(source, destination, size, sent=sent, throttle=throttle, meter=meter, tick=tick)
+    mover.move(
+        source,
+        destination,
+        size,
+        sent=sent,
+        throttle=throttle,
+        meter=meter,
+        tick=tick,
+        start=start,
+        mark=None if request["source_changes"] else lambda mark: _say({"mark": mark}),
+    )
     text = None
     if request["verify"]:
         text = verifier.verify(source, destination, size, sent=sent, meter=meter, tick=tick)
@@ -99,9 +114,16 @@ def _copy(request: dict[str, Any], throttle: pace.Throttle) -> dict[str, Any]:
         "total_bytes": size,
         "copied_bytes": meter.copied,
         "zeroed_bytes": meter.zeroed,
+        "resumed_from_bytes": start,
         "seconds": round(time.monotonic() - started, 3),
         "digest": text,
     }
+
+
+def _start(source: endpoint.Endpoint, destination: endpoint.Endpoint, mark: int) -> int:
+    """Where to begin: at the mark, if the last part before it is there."""
+    before = max(mark - _LOOKED_AT_AGAIN, 0)
+    return mark if not mark or verifier.agrees(source, destination, before, mark) else 0
 
 
 def _open(device: dict[str, str], *, writable: bool) -> endpoint.Endpoint:

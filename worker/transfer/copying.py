@@ -30,7 +30,8 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copied:
-    """What a copy did: ``copied_bytes`` and ``zeroed_bytes`` add up to ``total_bytes``."""
+    """What a copy did: ``copied_bytes``, ``zeroed_bytes`` and ``resumed_from_bytes`` add up to
+    ``total_bytes``."""
 
     total_bytes: int
     copied_bytes: int
@@ -39,9 +40,8 @@ class Copied:
     seconds: float
     digest: str | None
     """Of the destination's first ``total_bytes`` as read back; None where it was not verified."""
-    resumed_from_bytes: int = 0
-    """Part of the contract's result. Always 0: a copy keeps no mark of how far it came, so one that
-    is tried again begins anew."""
+    resumed_from_bytes: int
+    """What an earlier attempt had copied, and this one did not copy again."""
 
 
 class Rate:
@@ -62,6 +62,7 @@ class Rate:
         self._changed.clear()
 
 
+OnMark = Callable[[int], Awaitable[None]]
 OnProgress = Callable[[Progress], Awaitable[None]]
 OnChild = Callable[[int], Awaitable[None]]
 
@@ -76,6 +77,8 @@ async def copy(
     source_changes: bool,
     bytes_per_second: int | Rate | None = None,
     on_progress: OnProgress | None = None,
+    resume_from: int = 0,
+    on_mark: OnMark | None = None,
     on_child: OnChild | None = None,
     lease_seconds: float = 30.0,
     run_as_root: bool = False,
@@ -88,6 +91,10 @@ async def copy(
         verify: read the destination back, compare it and give its digest.
         source_changes: the source is in use, so what is read back is compared with what was sent.
         bytes_per_second: the most that the copy itself may move; reading back is not slowed down.
+        resume_from: the mark of an earlier attempt between the same devices, of which the source
+            has not changed since; it is taken if what stands right before it agrees.
+        on_mark: called with each mark: the first byte before which all is on stable storage.
+            There is none where the source changes.
         on_child: called with the pid of the child before it is told what to do.
         lease_seconds: the child ends itself when this process has stood still for so long.
 
@@ -107,12 +114,13 @@ async def copy(
         "source_changes": source_changes,
         "bytes_per_second": rate.bytes_per_second,
         "lease_seconds": lease_seconds,
+        "resume_from": resume_from,
     }
     async with (
         _started(execute, request, on_child, run_as_root=run_as_root) as child,
         _fed(child, rate, lease_seconds / _FEEDS_PER_LEASE),
     ):
-        return await _outcome(child, on_progress)
+        return await _outcome(child, on_progress, on_mark)
 
 
 @contextlib.asynccontextmanager
@@ -141,22 +149,30 @@ def _describe(device: base.Device) -> dict[str, str]:
     return {"nbd_uri": device.nbd_uri}
 
 
-async def _outcome(child: process.Child, on_progress: OnProgress | None) -> Copied:
+async def _outcome(
+    child: process.Child, on_progress: OnProgress | None, on_mark: OnMark | None
+) -> Copied:
     async for message in _messages(child):
-        if isinstance(message, Copied):
-            await child.wait()
-            return message
-        if isinstance(message, errors.VolumeWorkerError):
-            raise message
-        if on_progress:
-            await on_progress(message)
+        match message:
+            case Copied():
+                await child.wait()
+                return message
+            case errors.VolumeWorkerError():
+                raise message
+            case Progress():
+                if on_progress:
+                    await on_progress(message)
+            case int():
+                if on_mark:
+                    await on_mark(message)
     code = await child.wait()
     raise _failed(child, f"ended without a result, with exit code {code}")
 
 
-async def _messages(
-    child: process.Child,
-) -> AsyncIterator[Progress | Copied | errors.VolumeWorkerError]:
+Message = Progress | Copied | errors.VolumeWorkerError | int
+
+
+async def _messages(child: process.Child) -> AsyncIterator[Message]:
     try:
         async for line in child.lines():
             yield _parse(json.loads(line))
@@ -164,11 +180,13 @@ async def _messages(
         raise _failed(child, f"said something else than a message ({error!r})") from error
 
 
-def _parse(message: dict[str, Any]) -> Progress | Copied | errors.VolumeWorkerError:
+def _parse(message: dict[str, Any]) -> Message:
     if "result" in message:
         return Copied(**message["result"])
     if "error" in message:
         return errors.from_wire(message["error"])
+    if "mark" in message:
+        return int(message["mark"])
     return Progress(**message["progress"])
 
 

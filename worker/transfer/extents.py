@@ -57,22 +57,29 @@ class Walk:
 
 
 def copy_pieces(
-    source: endpoint.Endpoint, destination: endpoint.Endpoint, size: int
+    source: endpoint.Endpoint, destination: endpoint.Endpoint, size: int, *, start: int = 0
 ) -> Iterator[Piece]:
-    """The pieces of a copy. The destination is only asked where the source has zeros."""
-    return _pieces(_copy_spans(Walk(source, size), Walk(destination, size), size))
+    """The pieces of a copy. The destination is only asked where the source has zeros.
+
+    ``start``, which one of them begins with, is the first byte that they are about.
+    """
+    return _pieces(_copy_spans(Walk(source, size), Walk(destination, size), start, size))
 
 
 def read_pieces(
-    source: endpoint.Endpoint | None, destination: endpoint.Endpoint, size: int
+    source: endpoint.Endpoint | None,
+    destination: endpoint.Endpoint,
+    size: int,
+    *,
+    start: int = 0,
 ) -> Iterator[Piece]:
     """The pieces of a reading back; without a source it is as if it said the same."""
     walk = Walk(source, size) if source else None
-    return _pieces(_read_spans(walk, Walk(destination, size), size))
+    return _pieces(_read_spans(walk, Walk(destination, size), start, size))
 
 
-def _copy_spans(source: Walk, destination: Walk, size: int) -> Iterator[Span]:
-    for extent in source.cut(0, size):
+def _copy_spans(source: Walk, destination: Walk, start: int, size: int) -> Iterator[Span]:
+    for extent in source.cut(start, size - start):
         if not extent.zero:
             yield Span(extent.offset, extent.length, source_zero=False, destination_zero=False)
             continue
@@ -80,8 +87,8 @@ def _copy_spans(source: Walk, destination: Walk, size: int) -> Iterator[Span]:
             yield Span(part.offset, part.length, source_zero=True, destination_zero=part.zero)
 
 
-def _read_spans(source: Walk | None, destination: Walk, size: int) -> Iterator[Span]:
-    for extent in destination.cut(0, size):
+def _read_spans(source: Walk | None, destination: Walk, start: int, size: int) -> Iterator[Span]:
+    for extent in destination.cut(start, size - start):
         parts = source.cut(extent.offset, extent.length) if source else (extent,)
         for part in parts:
             yield Span(

@@ -1,9 +1,11 @@
 """The copy itself: data is moved, zeros are made."""
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Final
 
-from worker.transfer import crew, digest, endpoint, extents, file, pace, zeros
+from worker.transfer import crew, digest, endpoint, extents, file, frontier, pace, zeros
 
 THREADS: Final = 4
 """Requests in flight at each end. With one buffer each they also bound the memory."""
@@ -20,11 +22,15 @@ def move(
     throttle: pace.Throttle,
     meter: pace.Meter,
     tick: Callable[[], None] | None = None,
+    start: int = 0,
+    mark: Callable[[int], None] | None = None,
 ) -> None:
     """Copies the first ``size`` bytes; returns when all of them are on stable storage.
 
     Args:
         sent: gets the digest of what was sent, where it is wanted.
+        start: the first byte that is still to be copied, at the bounds of a piece.
+        mark: called now and then with the first byte before which all is on stable storage.
 
     Raises:
         DeviceUnavailable, InsufficientSpace: the destination is then partly written.
@@ -32,12 +38,22 @@ def move(
     in_kernel = (
         sent is None and isinstance(source, file.File) and isinstance(destination, file.File)
     )
-    crew.run(
-        extents.copy_pieces(source, destination, size),
-        lambda: _Mover(source, destination, sent=sent, throttle=throttle, meter=meter),
-        threads=FILE_THREADS if in_kernel else THREADS,
-        tick=tick,
+    edge = frontier.Frontier(start)
+    marking = (
+        frontier.Marker(destination, edge, start=start, size=size, say=mark)
+        if mark
+        else contextlib.nullcontext()
     )
+    hands = functools.partial(
+        _Mover, source, destination, sent=sent, throttle=throttle, meter=meter
+    )
+    with marking:
+        crew.run(
+            edge.watch(extents.copy_pieces(source, destination, size, start=start)),
+            lambda: edge.noting(hands()),
+            threads=FILE_THREADS if in_kernel else THREADS,
+            tick=tick,
+        )
     destination.flush()
 
 

@@ -47,10 +47,11 @@ class Throttle:
 
 
 class Meter:
-    """Counts what was done, from several threads."""
+    """Counts what was done, from several threads; ``before`` bytes were done before."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, *, before: int = 0) -> None:
         self.total = total
+        self._before = before
         self.copied = 0
         self.zeroed = 0
         self._moved = 0
@@ -70,7 +71,7 @@ class Meter:
         then, before = self._reports[0]
         self._reports.append((now, moved))
         return {
-            "done_bytes": self.copied + self.zeroed,
+            "done_bytes": self._before + self.copied + self.zeroed,
             "total_bytes": self.total,
             "bytes_per_second": round((moved - before) / max(now - then, 1e-3)),
         }

@@ -7,6 +7,7 @@ from messages import errors
 from worker.transfer import crew, digest, endpoint, extents, pace, zeros
 
 _CHUNK: Final = 512 * 1024
+_MISMATCH: Final = "verify_mismatch"
 
 
 def verify(
@@ -40,11 +41,28 @@ def verify(
     return tree.text()
 
 
+def agrees(source: endpoint.Endpoint, destination: endpoint.Endpoint, start: int, end: int) -> bool:
+    """Whether the destination has in a range what the source has; it begins with a piece."""
+    destination.drop_cache()
+    tree, meter = digest.Tree(), pace.Meter(end)
+    try:
+        crew.run(
+            extents.read_pieces(source, destination, end, start=start),
+            lambda: _Verifier(source, destination, sent=None, tree=tree, meter=meter),
+            threads=digest.THREADS,
+        )
+    except errors.DeviceUnavailable as error:
+        if error.details.get("reason") != _MISMATCH:
+            raise
+        return False
+    return True
+
+
 def _differs(destination: endpoint.Endpoint, offset: int | None) -> errors.DeviceUnavailable:
     where = "" if offset is None else f" in the piece at byte {offset}"
     return errors.DeviceUnavailable(
         f"{destination.name} gives back other data than was written to it{where}",
-        reason="verify_mismatch",
+        reason=_MISMATCH,
         device=destination.name,
         offset=offset,
     )
