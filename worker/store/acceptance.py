@@ -133,7 +133,7 @@ async def accept(
         [job.body for job in new],
         [dict(job.properties) for job in new],
         [job.fingerprint for job in new],
-        [job.deadline for job in new],
+        [_storable(job.deadline) for job in new],
         [job.reply_to for job in new],
         [job.correlation_id for job in new],
         [job.status_updates for job in new],
@@ -145,3 +145,16 @@ async def accept(
         Accepted(Verdict(row["verdict"]), jobs.from_row(row["job"]), row["outbox_id"], row["begun"])
         for row in rows
     ]
+
+
+_ONE_TICK = datetime.timedelta(microseconds=1)
+_FIRST = datetime.datetime.min.replace(tzinfo=datetime.UTC) + _ONE_TICK
+_LAST = datetime.datetime.max.replace(tzinfo=datetime.UTC) - _ONE_TICK
+
+
+def _storable(moment: datetime.datetime | None) -> datetime.datetime | None:
+    """The moment, but for the very first and the very last.
+
+    asyncpg takes these for infinity, and gives them back without a zone.
+    """
+    return None if moment is None else min(max(moment, _FIRST), _LAST)

@@ -237,9 +237,12 @@ async def connect(
             command_timeout=statement_timeout,
             timeout=10,
             statement_cache_size=statement_cache_size,
-            # A pooler in between knows no more than the name, and refuses what it does not know.
+            # A pooler in between knows no more than these two, and refuses what it does not know.
             server_settings={
                 "application_name": "volume-worker",
+                # A row as JSON has its times in the session's zone: in another one, the first and
+                # the last that Python knows would be beyond what it can read.
+                "timezone": "UTC",
                 **(_PLANNED_ONCE if statement_cache_size else {}),
             },
             target_session_attrs=_Session.read_write if writes else _Session.any,

@@ -4,7 +4,11 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import structlog
+
 from worker.store import database, jobs
+
+log = structlog.get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,9 +46,12 @@ async def add_letters(store: database.Database, letters: Sequence[Letter]) -> li
 async def adopt(
     store: database.Database, *, addresses: Sequence[str], older_than: float, limit: int
 ) -> list[Entry]:
-    """Takes over what nobody has touched for ``older_than`` seconds, the oldest first."""
+    """Takes over what nobody has touched for ``older_than`` seconds, the oldest first.
+
+    What cannot be read stays in the table, and must not keep the others from being told.
+    """
     rows = await store.fetch("adopt_outbox", addresses, older_than, limit)
-    return [_from_row(row) for row in rows]
+    return [entry for row in rows if (entry := _read(row)) is not None]
 
 
 async def touch(store: database.Database, ids: Collection[int]) -> None:
@@ -55,6 +62,14 @@ async def touch(store: database.Database, ids: Collection[int]) -> None:
 async def delete(store: database.Database, ids: Sequence[int]) -> None:
     """Forgets what the broker has confirmed."""
     await store.fetch("delete_outbox", ids)
+
+
+def _read(row: Mapping[str, Any]) -> Entry | None:
+    try:
+        return _from_row(row)
+    except (ValueError, TypeError, KeyError) as error:
+        log.warning("outbox.unreadable", entry_id=row["id"], error=repr(error))
+        return None
 
 
 def _from_row(row: Mapping[str, Any]) -> Entry:
