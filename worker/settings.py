@@ -11,7 +11,8 @@ import pathlib
 import shlex
 import socket
 import tomllib
-from collections.abc import Mapping
+import urllib.parse
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import pydantic
@@ -35,6 +36,40 @@ def _location(value: str) -> str:
 
 Location = Annotated[str, pydantic.AfterValidator(_location)]
 """What URLs of images or backups may begin with."""
+
+
+def _read_url(url: pydantic.SecretStr, *schemes: str, many_hosts: bool) -> pydantic.SecretStr:
+    """Refuses a URL that a driver would take apart where its writer did not mean it.
+
+    A password with a special character ends what should have been the host's part, and the rest of
+    it would be taken for a host, a port or a name, and shown as such.
+    """
+    if not _is_readable(url.get_secret_value(), schemes, many_hosts=many_hosts):
+        raise ValueError(
+            f"cannot be read: it must look like {schemes[0]}://USER:PASSWORD@HOST:PORT/NAME; "
+            "percent-encode the password's special characters"
+        )
+    return url
+
+
+def _is_readable(url: str, schemes: Sequence[str], *, many_hosts: bool) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        if parts.query:
+            urllib.parse.parse_qs(parts.query, strict_parsing=True)
+        _, _, place = parts.netloc.rpartition("@")
+        hosts = [
+            urllib.parse.urlsplit(f"//{host}")
+            for host in (place.split(",") if many_hosts else [place])
+        ]
+        # Of PostgreSQL's there may be none: then it is in the query, or the environment's.
+        has_hosts = all(host.hostname and host.port != 0 for host in hosts)
+    except ValueError:
+        return False
+    is_cut = "#" in url or "@" in parts.path + parts.query.partition("=")[0]
+    # asyncpg ends the password at the first @.
+    is_cut = is_cut or (many_hosts and parts.netloc.count("@") > 1)
+    return parts.scheme in schemes and not is_cut and (has_hosts or (many_hosts and not place))
 
 
 class ConfigurationError(errors.VolumeWorkerError):
@@ -112,6 +147,16 @@ class Settings(pydantic_settings.BaseSettings):
     database_pool_size: int = pydantic.Field(8, ge=2, le=100)
     database_statement_cache_size: int = pydantic.Field(100, ge=0)
     backends: dict[str, dict[str, Any]] = {}
+
+    @pydantic.field_validator("broker_url")
+    @classmethod
+    def _broker_url(cls, value: pydantic.SecretStr) -> pydantic.SecretStr:
+        return _read_url(value, "amqp", "amqps", many_hosts=False)
+
+    @pydantic.field_validator("database_url")
+    @classmethod
+    def _database_url(cls, value: pydantic.SecretStr) -> pydantic.SecretStr:
+        return _read_url(value, "postgresql", "postgres", many_hosts=True)
 
     @pydantic.field_validator("host")
     @classmethod

@@ -140,6 +140,8 @@ async def test_the_next_step_alone_is_taken_where_the_others_were(
         "postgresql://postgres@127.0.0.1:1/none",
         "postgresql://postgres:wrong-hunter2@/none?host=/nonexistent",
         "no url at all",
+        "postgresql://postgres:hunter2/x@127.0.0.1:1/none",
+        "postgresql://postgres:1?hunter2@127.0.0.1:1/none",
     ],
 )
 async def test_a_database_that_cannot_be_reached_is_told_without_its_password(url: str) -> None:

@@ -259,6 +259,65 @@ def test_a_refusal_does_not_repeat_a_password(write: Write) -> None:
     assert "hunter2" not in text
 
 
+@pytest.mark.parametrize("special", ["/", "#", "?", "[", "/x@", "?x@", "@x/y@", "#x@", "?a=b&c#"])
+@pytest.mark.parametrize(
+    ("key", "url"),
+    [
+        ("broker_url", "amqp://guest:{}@127.0.0.1:5672/"),
+        ("database_url", "postgresql://guest:{}@127.0.0.1:5432/volume_worker"),
+    ],
+)
+@pytest.mark.parametrize("secret", ["hunter2", "4711"])
+def test_a_password_with_a_special_character_is_refused_and_not_shown(
+    write: Write, key: str, url: str, special: str, secret: str
+) -> None:
+    text = refusal_of(write(f"{key} = '{url.format(f'{secret}{special}{secret}')}'"))
+    assert f"{key}: cannot be read" in text
+    assert "percent-encode" in text
+    assert secret not in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'broker_url = ""',
+        'broker_url = "hunter2"',
+        'broker_url = "http://guest:hunter2@127.0.0.1/"',
+        'broker_url = "amqp://guest:hunter2@/"',
+        'broker_url = "amqp://guest:hunter2@broker:port/"',
+        'broker_url = "amqp://guest:hunter2@broker:65536/"',
+        'broker_url = "amqp://guest:hunter2@[::1/"',
+        'database_url = "hunter2"',
+        'database_url = "mysql://u:hunter2@db/x"',
+        'database_url = "postgresql://u:hunter2@db:port/x"',
+        'database_url = "postgresql://u:hunter2@db,other:port/x"',
+        'database_url = "postgresql://u:hunter2@hunter2@db/x"',
+        'database_url = "postgresql://db/x?hunter2"',
+    ],
+)
+def test_a_url_that_leads_nowhere_is_refused_and_not_shown(write: Write, line: str) -> None:
+    text = refusal_of(write(line))
+    assert "_url: cannot be read" in text
+    assert "hunter2" not in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'broker_url = "amqp://broker"',
+        'broker_url = "amqps://u:a%2F%23%3F%40b@broker/%2Fvhost?heartbeat=10&cafile=/etc/ca.pem"',
+        'broker_url = "amqp://u:p@[::1]:5672/"',
+        'database_url = "postgres://u:p,q:r@db/x"',
+        'database_url = "postgresql://u@first:5432,[::1]:5433,third/x?target_session_attrs=any"',
+        'database_url = "postgresql:///x?host=/var/run/postgresql"',
+        'database_url = "postgresql://u:a%2F%23%3F%40b@%2Fvar%2Frun/x?password=a@b"',
+    ],
+)
+def test_a_url_of_each_kind_is_read(write: Write, line: str) -> None:
+    path = write(line)
+    assert settings.load(path)
+
+
 def test_a_file_that_is_missing_or_no_toml_is_named(write: Write, tmp_path: pathlib.Path) -> None:
     missing = tmp_path / "missing.toml"
     assert str(missing) in refusal_of(missing)

@@ -151,7 +151,7 @@ class Database:
         except pool.AWAY as error:
             pool.end(connection)
             await self._pool.expire()
-            why = f"the database does not answer: {_describe(error)}"
+            why = f"the database does not answer: {describe(error)}"
             raise self._unreachable(why, began) from error
         except _OTHERS_STATEMENTS as error:
             raise self._unreachable(f"{error}: {_POOLER_HINT}", began) from error
@@ -176,7 +176,7 @@ class Database:
             why = "no connection to the database became free"
             raise self._unreachable(why, began) from None
         except (*pool.AWAY, asyncpg.PostgresError) as error:
-            why = f"the database cannot be reached: {_describe(error)}"
+            why = f"the database cannot be reached: {describe(error)}"
             raise self._unreachable(why, began) from error
 
     def _unreachable(self, why: str, began: float) -> errors.Unreachable:
@@ -249,9 +249,9 @@ async def connect(
         )
     except (*pool.AWAY, asyncpg.PostgresError, ValueError) as error:
         raise errors.Unreachable(
-            f"the database cannot be reached: {_describe(error)}; "
+            f"the database cannot be reached: {describe(error)}; "
             "look at database_url and whether PostgreSQL runs there"
-        ) from error
+        ) from None
     database = Database(
         pool.Pool(connections), patience=patience, statement_timeout=statement_timeout
     )
@@ -286,7 +286,11 @@ async def _keep(_connection: Any) -> None:
     """Spares the statement that asyncpg resets a connection with: nothing is ever set on one."""
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """What went wrong, for a person, and nothing of the URL."""
+    if isinstance(error, ValueError) and not isinstance(error, asyncpg.InterfaceError):
+        # Of what takes the URL apart: its text may have what it took for a port, of the password.
+        return "database_url cannot be read; percent-encode the password's special characters"
     if isinstance(error, asyncpg.TargetServerAttributeNotMatched):
         return "it takes no writes"
     if "startup parameter" in str(error):

@@ -77,7 +77,8 @@ async def _connection(url: pydantic.SecretStr) -> AsyncIterator[Any]:
         asyncpg.InterfaceError,
         ValueError,
     ) as error:
-        raise errors.Unreachable(f"the database cannot be reached: {error}") from error
+        why = database.describe(error)
+        raise errors.Unreachable(f"the database cannot be reached: {why}") from None
     try:
         yield connection
     finally:
