@@ -97,7 +97,7 @@ CREATE TABLE jobs (
     body bytea NOT NULL,
     properties jsonb NOT NULL,
     fingerprint bytea NOT NULL,
-    -- The volumes that it is about.
+    -- The volumes that it is about, a copy's destination last.
     volume_ids uuid[] NOT NULL,
     slot text NOT NULL CHECK (slot IN ('control', 'data', 'waiting')),
     state text NOT NULL,
@@ -585,8 +585,9 @@ CREATE FUNCTION changed_since(p_job jobs, p_volume uuid) RETURNS jsonb
             AND seq > p_job.seq
             AND parent_job IS DISTINCT FROM p_job.id
             AND CASE
-                WHEN method = 'copy_volume_data' THEN p_volume = (
-                    convert_from(body, 'UTF8')::jsonb #>> '{args,destination_volume_id}')::uuid
+                -- Not by its body: not all that is JSON to a worker is jsonb.
+                WHEN method = 'copy_volume_data'
+                    THEN p_volume = volume_ids[cardinality(volume_ids)]
                 ELSE method IN (
                     'create_volume', 'delete_volume', 'extend_volume', 'initialize_connection',
                     'attach_volume') END

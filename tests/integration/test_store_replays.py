@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from messages import errors, requests
+from messages import envelope, errors, requests
 from messages.resources import JobState, VolumeStatus
 from tests.integration import store_bench
-from tests.integration.store_bench import C, X, job, need
+from tests.integration.store_bench import HERE, C, X, job, need
 from tests.services import environment
 from worker import operations
 from worker.store import acceptance, jobs, replays, volumes
@@ -257,6 +257,28 @@ async def test_a_copy_changes_its_destination_alone(
     await bench.finish(copy)
     outcome = await outcome_of(bench, dead, need(volume.id, X, known=True))
     assert outcome == ("overtaken" if is_destination else "revived")
+
+
+async def test_a_copy_is_told_from_others_whatever_its_body_looks_like(
+    bench: store_bench.Bench,
+) -> None:
+    source, destination = await bench.volume(), await bench.volume()
+    wanted = need(destination.id, X, known=True)
+    dead = await die(bench, await bench.started(wanted))
+    args = {"source_volume_id": str(source.id), "destination_volume_id": str(destination.id)}
+    # The second one counts, and PostgreSQL takes the first for no text.
+    body = (
+        b'{"method": "copy_volume_data", "version": "1.0", "args": "\\u0000", "args": '
+        + json.dumps(args).encode()
+        + b"}"
+    )
+    request = envelope.read_body(body, len(body), HERE)
+    copying = operations.OPERATIONS["copy_volume_data"]
+    needs = copying.needs(uuid.uuid4(), request.args)
+    await bench.finish(await bench.started(*needs, method="copy_volume_data", body=body))
+    revival = await revive(bench, dead, wanted)
+    assert (revival.outcome, revival.why["volume_id"]) == ("overtaken", str(destination.id))
+    assert await outcome_of(bench, dead, need(source.id, X, known=True)) == "revived"
 
 
 async def test_what_a_job_had_done_for_itself_does_not_stand_in_its_way(

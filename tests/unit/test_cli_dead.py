@@ -6,6 +6,7 @@ import types
 import uuid
 from typing import Any
 
+import asyncpg
 import pytest
 import typer
 import typer.testing
@@ -115,3 +116,22 @@ def test_what_the_broker_made_of_messages_without_ids_stays_apart() -> None:
 def test_a_count_of_replays_that_is_none_is_taken_for_0(said: object) -> None:
     assert _taken(headers={"replays": said}).letter.replays == 0
     assert _taken(headers={"replays": 3}).letter.replays == 3
+
+
+class _Refusing:
+    """A database that has something against every statement."""
+
+    async def row(self, _query: str, *_: object) -> None:
+        raise asyncpg.UntranslatableCharacterError("unsupported Unicode escape sequence")
+
+
+async def test_what_the_database_has_against_a_letter_is_its_refusal() -> None:
+    nothing: Any = None
+    store: Any = _Refusing()
+    names = topology.Topology("volume")
+    replayer = dead_replay.Replayer(
+        store, nothing, nothing, names, limit=1024, edit=None, dry_run=False
+    )
+    done = await replayer.replay(_taken(headers={"job-id": str(uuid.uuid4())}))
+    assert done.outcome is dead_replay.Outcome.REFUSED
+    assert "unsupported Unicode escape sequence" in (done.text or "")

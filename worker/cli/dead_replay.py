@@ -14,6 +14,7 @@ from typing import Any, Final
 import aio_pika
 import aio_pika.abc
 import aio_pika.exceptions
+import asyncpg
 
 from messages import envelope, errors, letters, requests, topology
 from worker import operations
@@ -85,6 +86,9 @@ class Replayer:
             raise
         except errors.VolumeWorkerError as error:
             return Done(Outcome.REFUSED, error.message)
+        except asyncpg.PostgresError as error:
+            # It says something against this letter: others may do.
+            return Done(Outcome.REFUSED, f"the database refused: {error}")
 
     async def _job(self, found: letter.Letter) -> jobs.Job | None:
         identity = _uuid(found.job_id)

@@ -256,6 +256,7 @@ def _needs(_job_id: object, args: requests.CopyVolumeData) -> list[acceptance.Ne
         idle=True,
         statuses=[VolumeStatus.AVAILABLE],
     )
+    # The destination last: by that the records tell which of a job's volumes a copy has changed.
     # One volume twice is refused when it runs; it is to be locked once.
     return [destination] if source.volume_id == destination.volume_id else [source, destination]
 
