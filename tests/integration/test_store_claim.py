@@ -187,6 +187,35 @@ async def test_the_end_of_a_job_and_of_its_volumes_change_are_one(
     assert ended.event == now.event()
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_job_and_its_child_end_at_once_and_both_do_to_their_volume_what_they_have_to(
+    bench: store_bench.Bench, *, is_first: bool
+) -> None:
+    volume = await bench.volume()
+    parent = await bench.started(need(volume.id, known=True))
+    await volumes.take(
+        bench.store,
+        parent,
+        volume.id,
+        allowed=[resources.VolumeStatus.AVAILABLE],
+        status=resources.VolumeStatus.MAINTENANCE,
+    )
+    child = await bench.started(need(volume.id, C, known=True), parent_job=parent.id)
+    # That it holds the volume, the statement finds.
+    failed = bench.finish(
+        parent, state=resources.JobState.FAILED, result=None, error=errors.TargetError("away")
+    )
+    connected = bench.finish(child, change=jobs.VolumeChange(volume.id))
+    both = (failed, connected) if is_first else (connected, failed)
+    ended = await asyncio.gather(*both)
+    now = await volumes.get(bench.store, volume.id)
+    assert (now.status, now.status_job) == ("available", None)
+    events = [one.event["seq"] for one in ended if one.event is not None]
+    assert len(events) == 2
+    assert now.seq == max(events)
+    assert now.seq == volume.seq + 3
+
+
 async def test_a_result_may_be_the_volumes_record_as_changed(bench: store_bench.Bench) -> None:
     volume = await bench.volume()
     one = await bench.started(need(volume.id, known=True))

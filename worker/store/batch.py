@@ -6,7 +6,7 @@ than for one other, and a commit serves many.
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final, Generic, TypeVar
 
 from messages import errors
@@ -50,17 +50,17 @@ class Batch(Generic[Item, Result]):
 
     Args:
         run: runs a statement for many items; its results are in their order.
-        key: what no two items of one statement may have in common; None for nothing.
+        keys: what no two items of one statement may have in common.
     """
 
     def __init__(
         self,
         run: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
         *,
-        key: Callable[[Item], object] = lambda _: None,
+        keys: Callable[[Item], Collection[object]] = lambda _: (),
     ) -> None:
         self._run = run
-        self._key = key
+        self._keys = keys
         self._waiting: list[_Waiting[Item, Result]] = []
         self._work: asyncio.Task[None] | None = None
 
@@ -102,12 +102,12 @@ class Batch(Generic[Item, Result]):
         left: list[_Waiting[Item, Result]] = []
         keys: set[object] = set()
         for one in self._waiting:
-            key = self._key(one.item)
-            if len(taken) == LIMIT or (key is not None and key in keys):
+            its = self._keys(one.item)
+            if len(taken) == LIMIT or not keys.isdisjoint(its):
                 left.append(one)
             else:
                 taken.append(one)
-                keys.add(key)
+                keys.update(its)
         self._waiting = left
         return taken
 

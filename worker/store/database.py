@@ -5,7 +5,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar, cast
 
 import asyncpg
@@ -128,15 +128,16 @@ class Database:
         run: Callable[["Database", Sequence[Item]], Awaitable[Sequence[Result]]],
         item: Item,
         *,
-        key: Callable[[Item], object] = lambda _: None,
+        keys: Callable[[Item], Collection[object]] = lambda _: (),
     ) -> Result:
         """Has ``run`` carry an item out, in one statement with others that come meanwhile.
 
-        No two items of one statement have the same ``key``. See :class:`batch.Batch`.
+        No two items of one statement have any of their ``keys`` in common: see
+        :class:`batch.Batch`.
         """
         found = self._batches.get(run)
         if found is None:
-            found = self._batches[run] = batch.Batch(functools.partial(run, self), key=key)
+            found = self._batches[run] = batch.Batch(functools.partial(run, self), keys=keys)
         result: Result = await found.add(item)
         return result
 

@@ -243,9 +243,14 @@ class Ending:
     """The connection whose secrets belong into the result."""
 
     @property
-    def subject(self) -> object:
-        """The volume that it changes; what is not known here is only its own."""
-        return self.job.id if self.change is None else self.change.id
+    def subjects(self) -> Collection[uuid.UUID]:
+        """What no other ending of one statement may have.
+
+        The volume that it changes, where that is known here. Where the statement finds it, only a
+        job and those that it calls for have it in common.
+        """
+        changed = None if self.change is None else self.change.id
+        return {one for one in (changed, self.job.id, self.job.parent_job) if one is not None}
 
 
 async def finish(store: database.Database, ending: Ending) -> Ended:
@@ -254,7 +259,7 @@ async def finish(store: database.Database, ending: Ending) -> Ended:
     Raises:
         LeaseLost: the job is no longer this worker's.
     """
-    ended = await store.together(_finish_all, ending, key=lambda one: one.subject)
+    ended = await store.together(_finish_all, ending, keys=lambda one: one.subjects)
     if ended is None:
         raise database.LeaseLost("finish_jobs")
     return ended

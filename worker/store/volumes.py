@@ -123,7 +123,7 @@ async def begin(
     """
     if begun is not None:
         return from_row(begun)
-    made = await store.together(_begin_all, (job, new), key=lambda one: one[1].id)
+    made = await store.together(_begin_all, (job, new), keys=lambda one: [one[1].id])
     if made is None:
         there = await find(store, new.id)
         if there is None or there.created_by == job.id:
