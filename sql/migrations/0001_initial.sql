@@ -240,6 +240,21 @@ CREATE FUNCTION begun_volume(v volumes) RETURNS jsonb
         'created_by', v.created_by, 'status_job', v.status_job,
         'previous_status', v.previous_status);
 
+-- Volumes by id, from p_after on. Planned for the filters that there are: sessions keep one plan for
+-- all arguments, which could use no index but that of the ids.
+CREATE FUNCTION list_volumes(p_address text, p_status text, p_after uuid, p_limit integer)
+    RETURNS SETOF volumes
+    LANGUAGE plpgsql STABLE SET plan_cache_mode = force_custom_plan AS $$
+BEGIN
+    RETURN QUERY
+        SELECT * FROM volumes
+        WHERE (p_address IS NULL OR address = p_address)
+            AND (p_status IS NULL OR status = p_status)
+            AND (p_after IS NULL OR id > p_after)
+        ORDER BY id
+        LIMIT p_limit;
+END $$;
+
 -- Where a volume belongs that a job left in a passing status when it ended: by what is there.
 CREATE FUNCTION settled_status(v volumes) RETURNS text
     LANGUAGE plpgsql STABLE AS $$
@@ -563,6 +578,25 @@ BEGIN
             WHERE id = target.id;
         END IF;
     END LOOP;
+END $$;
+
+-- Jobs in the order of acceptance, behind the job p_after. Planned for the filters that there are, as
+-- list_volumes is: few jobs are found in one index, many in another.
+CREATE FUNCTION list_jobs(
+    p_address text, p_state text, p_volume uuid, p_after uuid, p_limit integer
+) RETURNS SETOF jobs
+    LANGUAGE plpgsql STABLE SET plan_cache_mode = force_custom_plan AS $$
+DECLARE
+    last bigint := (SELECT seq FROM jobs WHERE id = p_after);
+BEGIN
+    RETURN QUERY
+        SELECT * FROM jobs
+        WHERE (p_address IS NULL OR address = p_address)
+            AND (p_state IS NULL OR state = p_state)
+            AND (p_volume IS NULL OR volume_ids @> ARRAY[p_volume])
+            AND (p_after IS NULL OR seq > last)
+        ORDER BY seq
+        LIMIT p_limit;
 END $$;
 
 -- Who works on the dead letters: one operator at a time, under a lease.

@@ -204,10 +204,4 @@ RETURNING id;
 -- name: list_jobs
 -- Jobs in the order of acceptance. $1 address or null for all, $2 state or null, $3 volume or null,
 -- $4 the last id seen or null, $5 how many.
-SELECT jobs.* FROM jobs
-WHERE ($1::text IS NULL OR address = $1)
-    AND ($2::text IS NULL OR state = $2)
-    AND ($3::uuid IS NULL OR volume_ids @> ARRAY[$3])
-    AND ($4::uuid IS NULL OR seq > (SELECT seq FROM jobs last WHERE last.id = $4))
-ORDER BY seq
-LIMIT $5;
+SELECT * FROM list_jobs($1, $2, $3, $4, $5) ORDER BY seq;

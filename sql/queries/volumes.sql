@@ -6,12 +6,8 @@ SELECT volume_record(volumes) AS record, volumes.* FROM volumes WHERE id = $1;
 
 -- name: list_volumes
 -- Volumes by id. $1 address or null for all, $2 status or null, $3 the last id seen or null, $4 how many.
-SELECT volume_record(volumes) AS record, volumes.* FROM volumes
-WHERE ($1::text IS NULL OR address = $1)
-    AND ($2::text IS NULL OR status = $2)
-    AND ($3::uuid IS NULL OR id > $3)
-ORDER BY id
-LIMIT $4;
+SELECT volume_record(found) AS record, found.* FROM list_volumes($1, $2, $3, $4) AS found
+ORDER BY id;
 
 -- name: begin_volumes
 -- Makes the records of volumes that jobs are about to create, each by one of its own; the record of an

@@ -92,7 +92,7 @@ class History(store_bench.Bench):
 async def history(
     request: pytest.FixtureRequest, installation: environment.Installation
 ) -> AsyncIterator[History]:
-    """The parameter is PostgreSQL's plan_cache_mode: which of two plans it takes."""
+    """The parameter is the session's settings: they say which of two plans PostgreSQL takes."""
     async with store_bench.opened(installation) as bench:
         await _fill(bench)
     connection = await asyncpg.connect(installation.database_url)
@@ -107,7 +107,7 @@ async def history(
             "SET auto_explain.log_format = 'json'",
             "SET auto_explain.log_level = 'notice'",
             "SET jit = off",
-            f"SET plan_cache_mode = {request.param}",
+            *(f"SET {name} = {value}" for name, value in request.param.items()),
         ):
             await connection.execute(setting)
         yield History(installation, Explained(connection))
@@ -192,6 +192,10 @@ def _listed(count: int, **filters: Any) -> Work:
     return list_jobs
 
 
+CUSTOM = {"plan_cache_mode": "force_custom_plan"}
+GENERIC = {"plan_cache_mode": "force_generic_plan"}
+AUTO = {"plan_cache_mode": "auto"}
+
 WORK: Mapping[str, Work] = {
     "get_job": _get,
     "accepting": _accept,
@@ -210,9 +214,14 @@ LISTS: Mapping[str, Work] = {
     "of a volume": _listed(0, volume_id=uuid.uuid4()),
     "succeeded": _listed(PAGE, state="succeeded"),
     "running": _listed(AT_WORK, state="running"),
+    "queued": _listed(2 * AT_WORK, state="queued"),
     "queued at an address": _listed(AT_WORK, address=HERE, state="queued"),
     "failed": _listed(20, state="failed"),
     "cancelled at an address": _listed(0, address=HERE, state="cancelled"),
+    "dead": _listed(0, state="dead"),
+    "dead at an address": _listed(0, address=HERE, state="dead"),
+    "queued nowhere": _listed(0, address="host-c@fast", state="queued"),
+    "of a volume, in a state": _listed(0, volume_id=uuid.uuid4(), state="succeeded"),
 }
 PRUNING: Mapping[str, Work] = {"pruning": _prune}
 
@@ -229,12 +238,14 @@ async def read_too_much(history: History, work: Mapping[str, Work]) -> dict[str,
     return {name: rows for name, rows in read.items() if rows > ENOUGH}
 
 
-@pytest.mark.parametrize("history", ["force_custom_plan", "force_generic_plan"], indirect=True)
+@pytest.mark.parametrize("history", [CUSTOM, GENERIC], ids=["custom", "generic"], indirect=True)
 async def test_no_work_reads_what_has_ended(history: History) -> None:
     assert await read_too_much(history, WORK) == {}
 
 
-@pytest.mark.parametrize("history", ["auto"], indirect=True)
+@pytest.mark.parametrize(
+    "history", [AUTO, database._PLANNED_ONCE], ids=["auto", "as workers have it"], indirect=True
+)
 @pytest.mark.parametrize("work", [LISTS, PRUNING], ids=["lists", "pruning"])
 async def test_what_has_ended_is_read_only_as_far_as_needed(
     history: History, work: Mapping[str, Work]
