@@ -589,11 +589,23 @@ CREATE FUNCTION list_jobs(
 DECLARE
     last bigint := (SELECT seq FROM jobs WHERE id = p_after);
 BEGIN
+    IF p_volume IS NOT NULL THEN
+        -- Apart: a volume has few jobs, but PostgreSQL expects so many that it would look for the
+        -- first of them among all.
+        RETURN QUERY
+            WITH found AS MATERIALIZED (SELECT * FROM jobs WHERE volume_ids @> ARRAY[p_volume])
+            SELECT * FROM found
+            WHERE (p_address IS NULL OR address = p_address)
+                AND (p_state IS NULL OR state = p_state)
+                AND (p_after IS NULL OR seq > last)
+            ORDER BY seq
+            LIMIT p_limit;
+        RETURN;
+    END IF;
     RETURN QUERY
         SELECT * FROM jobs
         WHERE (p_address IS NULL OR address = p_address)
             AND (p_state IS NULL OR state = p_state)
-            AND (p_volume IS NULL OR volume_ids @> ARRAY[p_volume])
             AND (p_after IS NULL OR seq > last)
         ORDER BY seq
         LIMIT p_limit;

@@ -184,10 +184,10 @@ async def _get(history: History) -> None:
     await jobs.get(history.store, one.id)
 
 
-def _listed(count: int, **filters: Any) -> Work:
+def _listed(count: int, *, limit: int = PAGE, **filters: Any) -> Work:
     async def list_jobs(history: History) -> None:
         wanted = {"address": None, "state": None, "volume_id": None, "after": None, **filters}
-        assert len(await jobs.list_(history.store, **wanted, limit=PAGE)) == count
+        assert len(await jobs.list_(history.store, **wanted, limit=limit)) == count
 
     return list_jobs
 
@@ -212,6 +212,7 @@ LISTS: Mapping[str, Work] = {
     "of an address": _listed(PAGE, address=HERE),
     "of an address with few": _listed(AT_WORK, address="host-b@fast"),
     "of a volume": _listed(0, volume_id=uuid.uuid4()),
+    "the first of a volume": _listed(0, limit=2, volume_id=uuid.uuid4()),
     "succeeded": _listed(PAGE, state="succeeded"),
     "running": _listed(AT_WORK, state="running"),
     "queued": _listed(2 * AT_WORK, state="queued"),
