@@ -3,7 +3,6 @@
 import base64
 import datetime
 import decimal
-import math
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -28,11 +27,14 @@ REPLAYS: Final = "replays"
 HISTORY: Final = "replay-history"
 """Header beside it: how the newest of its earlier lives ended, the oldest first."""
 
+LEFT_OUT: Final = "headers-left-out"
+"""Header of a letter without those that its sender set: how many these were."""
+
 _BROKERS_HEADERS: Final = re.compile(
     r"x-(death|(first|last)-death-\w+|delivery-count|acquired-count|undecodable)"
 )
 
-_MADE_ANEW: Final = frozenset({*REASON_HEADERS, REPLAYS, HISTORY})
+_MADE_ANEW: Final = frozenset({*REASON_HEADERS, REPLAYS, HISTORY, LEFT_OUT})
 """What no letter inherits from an earlier one, so that none grows."""
 
 _PLAIN: Final = (
@@ -83,17 +85,41 @@ def restore(
     body: bytes, properties: Mapping[str, Any], added_headers: Mapping[str, Any]
 ) -> aio_pika.Message:
     """The message as it came, with headers added; headers of an earlier death are replaced."""
-    headers = {
+    return _restore(body, properties, {**_own_headers(properties), **_set(added_headers)})
+
+
+def restore_without_headers(
+    body: bytes, properties: Mapping[str, Any], added_headers: Mapping[str, Any]
+) -> aio_pika.Message:
+    """The same without its sender's headers, where it cannot be sent with them.
+
+    They may leave no room for those that are added, or hold what AMQP has no form for.
+    """
+    left_out = {LEFT_OUT: len(_own_headers(properties))}
+    return _restore(body, properties, {**_set(added_headers), **left_out})
+
+
+def _set(headers: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in headers.items() if value is not None}
+
+
+def _own_headers(properties: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         name: value
         for name, value in _decode(properties.get("headers", {"$table": []})).items()
         if name not in _MADE_ANEW and not _BROKERS_HEADERS.fullmatch(name)
     }
+
+
+def _restore(
+    body: bytes, properties: Mapping[str, Any], headers: Mapping[str, Any]
+) -> aio_pika.Message:
     plain = {name: _decode(properties[name]) for name in _PLAIN if name in properties}
     # The broker checks user_id against the connection's own user, and would refuse the letter.
     plain.pop("user_id", None)
     return aio_pika.Message(
         body,
-        headers={**headers, **{k: v for k, v in added_headers.items() if v is not None}},
+        headers=dict(headers),
         delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
         **plain,
     )
@@ -159,7 +185,8 @@ def _encode(value: Any) -> Any:
         case None | bool() | int():
             return value
         case float():
-            return value if math.isfinite(value) else {"$float": str(value)}
+            # jsonb would make a whole number of it, and none of one that is infinite.
+            return {"$float": repr(value)}
         case str():
             if "\0" not in value and value.isprintable():
                 return value

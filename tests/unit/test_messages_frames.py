@@ -111,3 +111,28 @@ def test_a_plain_message_is_persistent_json(text: str, kind: str | None) -> None
 def test_what_amqp_has_no_form_for_is_an_error(name: str, text: str) -> None:
     with pytest.raises((ValueError, UnicodeEncodeError)):
         _encoded(aio_pika.Message(b"", **cast("dict[str, Any]", {name: text})))
+
+
+@pytest.mark.parametrize("rare", [{}, {"content_encoding": "gzip"}], ids=["common", "rare"])
+def test_headers_are_sent_as_they_were_written(rare: dict[str, Any]) -> None:
+    headers: dict[str, Any] = {
+        "numbers": [0.1, 1e300, {"deep": -5e-324}, float("inf")],
+        "n" * 255: 2**63 - 1,
+        "none": None,
+    }
+    _, head = _encoded(aio_pika.Message(b"", headers=headers, **rare))
+    assert head.properties.headers == headers
+
+
+def test_properties_that_do_not_fit_into_a_frame_are_an_error() -> None:
+    most = 131_072 - 8
+
+    def header_frame(count: int) -> bytes:
+        message = aio_pika.Message(b"", headers={"x": "h" * count})
+        data = frames.publish(message, "", "", mandatory=False, channel=CHANNEL, most=most)
+        return data[frame.unmarshal(data)[0] :]
+
+    room = 131_072 - len(header_frame(0))
+    assert len(header_frame(room)) == 131_072
+    with pytest.raises(frames.TooLarge):
+        header_frame(room + 1)

@@ -107,6 +107,24 @@ def test_a_number_that_json_does_not_have_can_be_kept(value: float) -> None:
     assert repr(back.headers["h"]) == repr(value)
 
 
+@pytest.mark.parametrize("value", [0.1, -0.0, 1e300, 2.0**63, 1e16, 5e-324])
+def test_a_number_is_no_other_after_it_was_in_a_jsonb(value: float) -> None:
+    kept = letters.keep_properties(incoming({"h": [value]}))
+    # Which writes numbers out, and so makes whole ones of them.
+    in_jsonb = json.loads(json.dumps(kept), parse_float=lambda text: int(decimal.Decimal(text)))
+    back = letters.restore(b"", in_jsonb, {}).headers["h"]
+    assert repr(back) == repr([value])
+
+
+def test_a_letter_can_do_without_its_senders_headers_and_says_so() -> None:
+    kept = letters.keep_properties(incoming({"a": "x", "b": 1, "reason": "old"}, message_id="m"))
+    back = letters.restore_without_headers(b"body", kept, {"reason": "new", "job-id": None})
+    assert (back.body, back.message_id) == (b"body", "m")
+    assert back.headers == {"reason": "new", "headers-left-out": 2}
+    # What is sent again from it does not carry this on.
+    assert there_and_back(incoming(back.headers)).headers == {}
+
+
 def test_a_decimal_can_be_kept() -> None:
     back = there_and_back(incoming({"h": decimal.Decimal("1.25")}))
     assert str(back.headers["h"]) == "1.25"
