@@ -62,6 +62,10 @@ class Refused(errors.Unreachable):
     """The broker has refused this message for now: a queue that it is for has no room."""
 
 
+class ConnectionLost(errors.Unreachable):
+    """The connection, or its channel, ended with the message on its way: maybe because of it."""
+
+
 class Unpublishable(errors.VolumeWorkerError):
     """The message cannot be sent, however often it is tried."""
 
@@ -362,4 +366,4 @@ def _outcome(
             # An exchange that is not there takes the channel along, and all that is on its way.
             if message.exchange and f"no exchange '{message.exchange}'" in str(error):
                 return NoExchange(f"there is no exchange {message.exchange!r}")
-            return errors.Unreachable(f"the broker did not confirm: {_describe(error)}")
+            return ConnectionLost(f"the broker did not confirm: {_describe(error)}")

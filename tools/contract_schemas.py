@@ -228,6 +228,7 @@ def _headers() -> dict[str, Any]:
         "reply_types": [str(kind) for kind in replies.ReplyType],
         "dead_letter": list(letters.REASON_HEADERS),
         "dead_letter_of_a_replayed_job": [letters.REPLAYS, letters.HISTORY],
+        "dead_letter_without_its_senders_headers": [letters.LEFT_OUT],
     }
 
 

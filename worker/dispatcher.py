@@ -1,7 +1,8 @@
 """Sending what the outbox hands over: in batches, in order per object, confirmed.
 
 Of an object's events only the newest of a batch is sent, and events wait a moment for a newer one.
-Replies do not wait. One that has nowhere to go holds up no other: it is tried again by itself.
+Replies do not wait. One that has nowhere to go holds up no other: it is tried again by itself. Nor
+does one over which the broker ends the connection: it is found out, and given up.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from typing import Final
 import structlog
 
 from messages import errors, frames, link
-from worker import broker, retry
+from worker import broker, retry, suspects
 
 log = structlog.get_logger(__name__)
 
@@ -28,6 +29,10 @@ APART_CAP: Final = 30.0
 """Seconds between tries of what its queue does not take, and what others need not wait for."""
 MANY: Final = 10_000
 """Items beyond which nothing more is taken in: it stands in the outbox table."""
+SHUN_FOR: Final = 60.0
+"""Seconds for which nothing is sent to a direct reply-to that the connection was ended over."""
+MOST_SHUNNED: Final = 1000
+"""Of these, the newest are remembered."""
 
 
 class Parcel:
@@ -53,6 +58,21 @@ class Item:
     until: float = 0.0
     """By the loop's clock: until then somebody may wait for it although no queue is there."""
     tries: int = 0
+    bare: Callable[[], frames.Message] | None = None
+    """How a letter is made without its sender's headers, where it cannot be sent with them."""
+
+    @property
+    def is_reply(self) -> bool:
+        """Whether it goes to a caller, who can also ask with ``get_job``."""
+        return not self.exchange
+
+    @property
+    def is_letter(self) -> bool:
+        """Whether it is a dead letter, of which there is no other copy."""
+        return not self.is_reply and self.subject is None
+
+
+Left = Sequence[tuple[Item, errors.VolumeWorkerError]]
 
 
 class Dispatcher:
@@ -75,19 +95,25 @@ class Dispatcher:
         self._told: list[int] = []
         self._apart: dict[object, Item] = {}
         """What is tried again by itself: events by their subject."""
+        self._suspects: suspects.Suspects[Item] = suspects.Suspects()
+        self._shunned: dict[str, float] = {}
+        """Until when nothing is sent to an address, by the loop's clock."""
         self._missing: set[str] = set()
         """Exchanges that are not there."""
+        self._events_at = 0.0
+        """By the loop's clock: until then events wait for newer ones."""
         self._wake = asyncio.Event()
 
     @property
     def is_busy(self) -> bool:
         """Whether anything waits to be sent that can be."""
-        return bool(self._replies or self._events or self._told)
+        return bool(self._replies or self._events or self._told or self._suspects)
 
     @property
     def is_full(self) -> bool:
         """Whether so much waits that nothing more should be handed over."""
-        return len(self._replies) + len(self._events) + len(self._apart) > MANY
+        in_line = len(self._replies) + len(self._events) + len(self._suspects)
+        return in_line + len(self._apart) > MANY
 
     @property
     def apart(self) -> Collection[int]:
@@ -98,6 +124,11 @@ class Dispatcher:
     def put(self, item: Item) -> None:
         """Sends something with the next batch."""
         self._replies.append(item)
+        self._wake.set()
+
+    def suspect(self, items: Sequence[Item]) -> None:
+        """Sends again what the connection was lost with, and finds out whether that is why."""
+        self._suspects.add(items)
         self._wake.set()
 
     def put_event(self, subject: str, item: Item) -> None:
@@ -126,29 +157,50 @@ class Dispatcher:
 
     async def run(self) -> None:
         """Publishes until cancelled."""
-        loop = asyncio.get_running_loop()
-        events_at = 0.0
         while True:
-            await self._wait_for_work(events_at)
-            batch = self._take_events(all_of_them=loop.time() >= events_at)
-            if batch and not self._events:
-                events_at = loop.time() + LINGER
-            batch += self._replies[:BATCH]
-            self._replies = self._replies[BATCH:]
-            kept = await self._publish(batch)
+            if self._suspects:
+                is_all_sent = await self._send_suspects()
+            else:
+                await self._wait_for_work()
+                is_all_sent = await self._send_batch()
             await self._forget_told()
-            if kept:
-                self._keep(kept)
+            if not is_all_sent:
                 await asyncio.sleep(PAUSE)
 
-    async def _wait_for_work(self, events_at: float) -> None:
+    async def _send_batch(self) -> bool:
+        loop = asyncio.get_running_loop()
+        batch = self._take_events(all_of_them=loop.time() >= self._events_at)
+        if batch and not self._events:
+            self._events_at = loop.time() + LINGER
+        batch += self._replies[:BATCH]
+        self._replies = self._replies[BATCH:]
+        left = await self._publish(batch)
+        lost: Sequence[Item] = []
+        others = left
+        if _is_lost(left):
+            others, lost = _split(left, link.ConnectionLost)
+        self._keep([item for item, _ in others])
+        self.suspect(lost)
+        return not left
+
+    async def _send_suspects(self) -> bool:
+        part = self._suspects.part()
+        left = await self._publish(part)
+        others, unsent = _split(left, errors.Unreachable)
+        self._keep([item for item, _ in others])
+        culprit = self._suspects.sort_out(part, unsent, is_lost=_is_lost(left))
+        if culprit is not None:
+            self._give_up(culprit)
+        return not left
+
+    async def _wait_for_work(self) -> None:
         """Waits for a reply, or for events whose time has come."""
         loop = asyncio.get_running_loop()
-        while not (self._replies or self._told):
-            if self._events and loop.time() >= events_at:
+        while not (self._replies or self._told or self._suspects):
+            if self._events and loop.time() >= self._events_at:
                 return
             self._wake.clear()
-            patience = max(events_at - loop.time(), 0) if self._events else None
+            patience = max(self._events_at - loop.time(), 0) if self._events else None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience):
                     await self._wake.wait()
@@ -177,8 +229,8 @@ class Dispatcher:
             elif item.parcel is not None:
                 self.settle(item.parcel)
 
-    async def _publish(self, batch: Sequence[Item]) -> list[Item]:
-        """Publishes all at once; returns what has to be tried again."""
+    async def _publish(self, batch: Sequence[Item]) -> Left:
+        """Publishes all at once; returns what has to be tried again, and why."""
         made = [(item, message) for item in batch if (message := self._make(item)) is not None]
         if not made:
             return []
@@ -189,12 +241,17 @@ class Dispatcher:
             ]
         )
         return [
-            item
+            (item, error)
             for (item, _), error in zip(made, outcomes, strict=True)
-            if not self._is_dealt_with(item, error)
+            if not self._is_dealt_with(item, error) and error is not None
         ]
 
     def _make(self, item: Item) -> frames.Message | None:
+        if item.is_reply and self._is_shunned(item.routing_key):
+            if item.parcel is not None:
+                log.warning("reply.given_up", job_id=str(item.job_id), reply_to=item.routing_key)
+            self._done(item)
+            return None
         try:
             return item.make()
         except Exception:
@@ -212,8 +269,9 @@ class Dispatcher:
             case link.Refused():
                 self._set_apart(item)
             case link.Unpublishable():
-                log.error("outbox.unpublishable", job_id=str(item.job_id), error=error.message)
-                self._done(item)
+                if item.bare is None:
+                    log.error("outbox.unpublishable", job_id=str(item.job_id), error=error.message)
+                return self._is_given_up(item)
             case link.Unroutable() if not item.exchange:
                 self._nowhere(item)
             case link.Unroutable() if item.exchange not in self._missing:
@@ -221,9 +279,42 @@ class Dispatcher:
                 log.warning("outbox.unroutable", exchange=item.exchange)
                 return False
             case _:
-                # A status message is of no use later.
-                return item.parcel is None and not item.exchange
+                # A status message is of no use later, unless it may be what ends the connection.
+                is_suspect = bool(self._suspects) or isinstance(error, link.ConnectionLost)
+                return item.parcel is None and item.is_reply and not is_suspect
         return True
+
+    def _is_given_up(self, item: Item) -> bool:
+        """Whether nothing more can be done for what cannot be sent; a letter is never lost."""
+        if item.bare is not None:
+            log.warning("letter.headers_left_out", job_id=str(item.job_id))
+            item.make, item.bare = item.bare, None
+            return False
+        if item.is_letter:
+            # Nothing tries it again but the next start: it stands in the table.
+            self._apart[id(item)] = item
+        else:
+            self._done(item)
+        return True
+
+    def _give_up(self, item: Item) -> None:
+        """Keeps a message away over which the broker ends the connection."""
+        log.error(
+            "outbox.ends_connection",
+            job_id=str(item.job_id),
+            exchange=item.exchange,
+            routing_key=item.routing_key,
+        )
+        if item.is_reply and not item.mandatory:
+            # What else is said to that caller would have to be found out anew.
+            self._shunned[item.routing_key] = asyncio.get_running_loop().time() + SHUN_FOR
+            if len(self._shunned) > MOST_SHUNNED:
+                del self._shunned[next(iter(self._shunned))]
+        if not self._is_given_up(item):
+            self._keep([item])
+
+    def _is_shunned(self, reply_to: str) -> bool:
+        return self._shunned.get(reply_to, 0.0) > asyncio.get_running_loop().time()
 
     def _done(self, item: Item) -> None:
         if item.parcel is not None:
@@ -259,3 +350,17 @@ class Dispatcher:
                 self.put(item)
             else:
                 self.put_event(item.subject, item)
+
+
+def _is_lost(left: Left) -> bool:
+    """Whether the connection was lost with these, and not because an exchange is not there."""
+    met = [error for _, error in left]
+    return any(isinstance(error, link.ConnectionLost) for error in met) and not any(
+        isinstance(error, link.NoExchange) for error in met
+    )
+
+
+def _split(left: Left, kind: type[errors.VolumeWorkerError]) -> tuple[Left, Sequence[Item]]:
+    """What has met another error, and the items that have met one of this kind."""
+    others = [(item, error) for item, error in left if not isinstance(error, kind)]
+    return others, [item for item, error in left if isinstance(error, kind)]

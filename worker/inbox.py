@@ -326,6 +326,12 @@ class Inbox:
             )
         except link.Unroutable as error:
             log.warning("reply.undeliverable", reply_to=delivery.reply_to, why=error.message)
+        except link.ConnectionLost:
+            if outbox.may_be_mandatory(delivery.reply_to):
+                return False
+            # Delivered again it might end the connection again, for ever; and a caller that waits
+            # with a direct reply-to is gone when that is.
+            self._outbox.say_again(delivery.reply_to, message)
         except errors.Unreachable:
             return False
         return True

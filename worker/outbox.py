@@ -81,6 +81,12 @@ class Outbox:
             None,
         )
 
+    def say_again(self, reply_to: str, message: frames.Message) -> None:
+        """An answer that the connection was lost with, and maybe because of it."""
+        mandatory = may_be_mandatory(reply_to)
+        item = dispatcher.Item("", reply_to, lambda: message, mandatory=mandatory)
+        self._dispatcher.suspect([item])
+
     # What must arrive
 
     async def tell(self, entry: outbox_store.Entry) -> None:
@@ -111,11 +117,9 @@ class Outbox:
 
     def _tell_letter(self, entry_id: int, letter: outbox_store.Letter) -> None:
         # At once: one that cannot be restored must not stop the others.
-        message = letters.restore(letter.body, letter.properties, letter.properties["reasons"])
+        reasons = letter.properties["reasons"]
         parcel = dispatcher.Parcel(entry_id, parts=1)
-        self._dispatcher.put(
-            dispatcher.Item(self._names.dead, "", lambda: message, mandatory=True, parcel=parcel)
-        )
+        self._dispatcher.put(self._letter(letter.body, letter.properties, reasons, parcel, None))
 
     async def _tell_job(self, entry: outbox_store.Entry, job: jobs.Job) -> None:
         parcel = dispatcher.Parcel(entry.id, parts=1)
@@ -162,14 +166,25 @@ class Outbox:
             first_failed_at=job.first_failed_at,
             history=job.history,
         )
-        message = letters.restore(job.body, job.properties, reasons)
+        return self._letter(job.body, job.properties, reasons, parcel, job.id)
+
+    def _letter(
+        self,
+        body: bytes,
+        properties: Mapping[str, Any],
+        reasons: Mapping[str, Any],
+        parcel: dispatcher.Parcel,
+        job_id: uuid.UUID | None,
+    ) -> dispatcher.Item:
+        message = letters.restore(body, properties, reasons)
         return dispatcher.Item(
             self._names.dead,
             "",
             lambda: message,
             mandatory=True,
             parcel=parcel,
-            job_id=job.id,
+            job_id=job_id,
+            bare=lambda: letters.restore_without_headers(body, properties, reasons),
         )
 
     async def _forget(self, told: Sequence[int]) -> bool:

@@ -22,6 +22,7 @@ from worker.store import outbox as outbox_store
 
 NOW = datetime.datetime(2026, 3, 1, 12, 30, tzinfo=datetime.UTC)
 ADDRESS = "host-a@fast"
+POISON = "amq.rabbitmq.reply-to.of-a-node-that-is-gone"
 
 
 @dataclasses.dataclass
@@ -57,6 +58,10 @@ class FakeBroker:
         self.attempts: list[str] = []
         self.away = False
         self.unroutable: set[str] = set()
+        self.ends_connection: set[str] = set()
+        """Routing keys over which it ends the connection, with all that is on its way."""
+        self.sent: list[int] = []
+        """How many were sent together, each time."""
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -65,6 +70,9 @@ class FakeBroker:
     ) -> list[errors.VolumeWorkerError | None]:
         self.attempts += [one.routing_key for one in messages]
         await self.gate.wait()
+        self.sent.append(len(messages))
+        if any(one.routing_key in self.ends_connection for one in messages):
+            return [link.ConnectionLost("ended") for _ in messages]
         return [self._take(one) for one in messages]
 
     def _take(self, one: link.Outgoing) -> errors.VolumeWorkerError | None:
@@ -73,6 +81,10 @@ class FakeBroker:
         if one.routing_key in self.unroutable:
             return link.Unroutable("no queue")
         at = asyncio.get_running_loop().time()
+        try:
+            properties = _properties(one)
+        except Exception as error:
+            return link.Unpublishable(str(error))
         body = None if one.exchange == self.names.dead else json.loads(one.message.body)
         self.published.append(
             Published(
@@ -80,7 +92,7 @@ class FakeBroker:
                 one.routing_key,
                 body,
                 one.message.body,
-                _properties(one),
+                properties,
                 one.mandatory,
                 at,
             )
@@ -629,7 +641,106 @@ async def test_a_flush_that_takes_too_long_says_so(bench: Bench) -> None:
         assert not await bench.outbox.flush(0.1)
 
 
+async def test_a_reply_that_the_broker_ends_the_connection_over_holds_up_no_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "PAUSE", 0.01)
+    bench.broker.ends_connection.add(POISON)
+    with structlog.testing.capture_logs() as logs:
+        async with bench.running():
+            for number in range(9):
+                job = ended(
+                    correlation_id=str(number),
+                    reply_to=POISON if number == 6 else "replies",
+                    status_updates=True,
+                )
+                await bench.outbox.tell(outbox_store.Entry(number, job=job, reply_only=True))
+            await bench.flush()
+            # Nobody else pays for what is said to that caller from now on.
+            before = len(bench.broker.sent)
+            bench.outbox.say_job(a_job(reply_to=POISON, status_updates=True))
+            await bench.flush()
+            assert len(bench.broker.sent) == before + 1
+    assert [one.properties.correlation_id for one in bench.broker.replies] == list("01234578")
+    assert sorted(bench.store.deleted) == list(range(9))
+    assert [log["routing_key"] for log in logs if log["event"] == "outbox.ends_connection"] == [
+        POISON
+    ]
+    assert bench.broker.sent[:2] == [9, 4]
+    assert bench.broker.attempts.count(POISON) <= 8
+    assert POISON not in bench.broker.keys("")
+
+
+async def test_an_answer_that_ended_the_connection_is_said_again_until_it_is_to_blame(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "PAUSE", 0.01)
+    bench.broker.ends_connection.add(POISON)
+    async with bench.running():
+        for reply_to in (POISON, "replies"):
+            bench.outbox.say_again(reply_to, frames.Plain(b"{}", "m"))
+        await bench.flush()
+    assert bench.broker.keys("") == ["replies"]
+    assert bench.broker.attempts.count(POISON) <= 4
+
+
+async def test_a_connection_that_breaks_is_nobodys_fault(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "PAUSE", 0.01)
+    bench.broker.ends_connection.add("replies")
+    async with bench.running():
+        await bench.outbox.tell(outbox_store.Entry(1, job=ended(), reply_only=True))
+        await eventually(lambda: len(bench.broker.sent) == 2)
+        # The broker is away now, for far longer.
+        bench.broker.ends_connection.clear()
+        bench.broker.away = True
+        await eventually(lambda: len(bench.broker.sent) > 20)
+        bench.broker.away = False
+        await bench.flush()
+    assert len(bench.broker.replies) == 1
+
+
+async def test_a_letter_that_the_broker_ends_the_connection_over_is_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "PAUSE", 0.01)
+    bench.broker.ends_connection.add("")
+    reasons = letters.reason_headers(error=errors.InvalidRequest("x"), origin=ADDRESS)
+    letter = outbox_store.Letter(ADDRESS, b"", {**stored({}), "reasons": reasons})
+    async with bench.running():
+        await bench.outbox.tell(outbox_store.Entry(1, letter=letter))
+        await bench.outbox.tell(outbox_store.Entry(2, job=ended(), reply_only=True))
+        await bench.flush()
+    assert bench.store.deleted == [2]
+    assert len(bench.broker.replies) == 1
+
+
 # Messages that never became jobs
+
+
+@pytest.mark.parametrize(
+    "headers", [{"x": "h" * 5000}, {"x": 2**70}], ids=["too large", "no such number"]
+)
+@pytest.mark.parametrize("is_job", [False, True])
+async def test_a_letter_is_sent_without_its_senders_headers_if_it_cannot_be_with_them(
+    bench: Bench, headers: dict[str, Any], is_job: bool
+) -> None:
+    properties = stored(headers, message_id="m")
+    reasons = letters.reason_headers(error=errors.InvalidRequest("no"), origin=ADDRESS)
+    letter = outbox_store.Letter(ADDRESS, b"body", {**properties, "reasons": reasons})
+    job = ended("failed", reply_to=None, properties=properties, body=b"body")
+    entry = outbox_store.Entry(11, job=job) if is_job else outbox_store.Entry(11, letter=letter)
+    async with bench.running():
+        await bench.outbox.tell(entry)
+        await bench.flush()
+    (sent,) = (one for one in bench.broker.published if one.exchange == "volume.dead")
+    assert (sent.data, sent.properties.message_id) == (b"body", "m")
+    sent_headers = dict(sent.properties.headers or {})
+    assert sent_headers["reason"] == "InvalidRequest"
+    assert sent_headers["headers-left-out"] == 1
+    assert "x" not in sent_headers
+    assert bench.store.deleted == [11]
 
 
 async def test_a_letter_is_sent_as_it_came_with_its_reasons(bench: Bench) -> None:
