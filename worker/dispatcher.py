@@ -29,6 +29,8 @@ APART_CAP: Final = 30.0
 """Seconds between tries of what its queue does not take, and what others need not wait for."""
 MANY: Final = 10_000
 """Items beyond which nothing more is taken in: it stands in the outbox table."""
+MOST_PATIENT: Final = 1000
+"""Replies that may wait for their queue, each until its caller's deadline, however far that is."""
 SHUN_FOR: Final = 60.0
 """Seconds for which nothing is sent to a direct reply-to that the connection was ended over."""
 MOST_SHUNNED: Final = 1000
@@ -58,6 +60,8 @@ class Item:
     until: float = 0.0
     """By the loop's clock: until then somebody may wait for it although no queue is there."""
     tries: int = 0
+    apart_since: float = 0.0
+    """By the loop's clock."""
     bare: Callable[[], frames.Message] | None = None
     """How a letter is made without its sender's headers, where it cannot be sent with them."""
 
@@ -94,7 +98,9 @@ class Dispatcher:
         """What events are about that must not wait."""
         self._told: list[int] = []
         self._apart: dict[object, Item] = {}
-        """What is tried again by itself: events by their subject."""
+        """Events, by their subject, and letters that are tried again by themselves."""
+        self._patient: dict[object, Item] = {}
+        """Replies that are."""
         self._suspects: suspects.Suspects[Item] = suspects.Suspects()
         self._shunned: dict[str, float] = {}
         """Until when nothing is sent to an address, by the loop's clock."""
@@ -118,7 +124,7 @@ class Dispatcher:
     @property
     def apart(self) -> Collection[int]:
         """The entries that wait for a queue to be there, or to have room."""
-        parcels = [item.parcel for item in self._apart.values()]
+        parcels = [item.parcel for item in (*self._apart.values(), *self._patient.values())]
         return {parcel.entry_id for parcel in parcels if parcel is not None}
 
     def put(self, item: Item) -> None:
@@ -337,15 +343,29 @@ class Dispatcher:
         if (item.parcel is None and item.subject is None) or key in self._events:
             self._done(item)
             return
+        loop = asyncio.get_running_loop()
+        item.apart_since = item.apart_since or loop.time()
         item.tries += 1
-        self._apart[key] = item
+        self._holder(item)[key] = item
         pause = retry.backoff(item.tries, base=APART_BASE, cap=APART_CAP)
-        asyncio.get_running_loop().call_later(pause, self._try_again, key, item)
+        loop.call_later(pause, self._try_again, key, item)
+        if len(self._patient) > MOST_PATIENT:
+            self._evict()
+
+    def _holder(self, item: Item) -> dict[object, Item]:
+        return self._patient if item.is_reply else self._apart
+
+    def _evict(self) -> None:
+        """Gives up the reply that has waited longest; its result stays readable with get_job."""
+        key, item = min(self._patient.items(), key=lambda one: one[1].apart_since)
+        del self._patient[key]
+        log.warning("reply.given_up", job_id=str(item.job_id), reply_to=item.routing_key)
+        self._done(item)
 
     def _try_again(self, key: object, item: Item) -> None:
-        # Unless a newer event has taken its place.
-        if self._apart.get(key) is item:
-            del self._apart[key]
+        # Unless a newer event has taken its place, or it was given up.
+        if self._holder(item).get(key) is item:
+            del self._holder(item)[key]
             if item.subject is None:
                 self.put(item)
             else:

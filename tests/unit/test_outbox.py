@@ -716,6 +716,26 @@ async def test_a_letter_that_the_broker_ends_the_connection_over_is_kept(
     assert len(bench.broker.replies) == 1
 
 
+async def test_replies_that_wait_for_their_queues_leave_room_for_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "MANY", 10)
+    monkeypatch.setattr(dispatcher, "MOST_PATIENT", 15)
+    monkeypatch.setattr(dispatcher, "APART_BASE", dispatcher.APART_CAP)
+    bench.broker.unroutable.add("gone")
+    for_ever = datetime.datetime(9000, 1, 1, tzinfo=datetime.UTC)
+    async with bench.running():
+        for number in range(20):
+            job = ended(reply_to="gone", deadline=for_ever)
+            await bench.outbox.tell(outbox_store.Entry(number, job=job, reply_only=True))
+            await bench.flush()
+        await bench.outbox.tell(outbox_store.Entry(20, job=ended(), reply_only=True))
+        await bench.flush()
+        assert len(bench.broker.replies) == 1
+        # Those that have waited longest.
+        assert bench.store.deleted == [0, 1, 2, 3, 4, 20]
+
+
 # Messages that never became jobs
 
 
