@@ -28,6 +28,8 @@ log = structlog.get_logger(__name__)
 BATCH: Final = 128
 TROUBLE_PAUSE: Final = 1.0
 """Seconds until a delivery is dealt with again that could not be stored or answered."""
+MAX_REFUSALS: Final = 1
+"""How often an answer is sent again whose queue has no room; whoever needs it can ask again."""
 MAX_READS: Final = 64
 """Reads that are answered at a time."""
 
@@ -38,6 +40,8 @@ class Delivery:
 
     address: str
     message: aio_pika.abc.AbstractIncomingMessage
+    tries: int = 0
+    """How often it was put back."""
 
     @property
     def reply_to(self) -> str | None:
@@ -79,8 +83,7 @@ class Inbox:
 
     def receive(self, address: str, message: aio_pika.abc.AbstractIncomingMessage) -> None:
         """Hands a delivery over; called by the broker's callback, which must not wait."""
-        self._waiting.append(Delivery(address, message))
-        self._wake.set()
+        self._wait(Delivery(address, message))
 
     async def run(self) -> None:
         """Deals with deliveries until cancelled."""
@@ -91,6 +94,10 @@ class Inbox:
                 if not self._waiting:
                     self._wake.clear()
                 await self._take(batch, group)
+
+    def _wait(self, delivery: Delivery) -> None:
+        self._waiting.append(delivery)
+        self._wake.set()
 
     async def _take(self, batch: Sequence[Delivery], group: asyncio.TaskGroup) -> None:
         to_store: list[tuple[Delivery, acceptance.NewJob]] = []
@@ -139,7 +146,7 @@ class Inbox:
             # To ask for a channel that is closed is an error already.
             with contextlib.suppress(aio_pika.exceptions.ChannelInvalidStateError):
                 if not delivery.message.channel.is_closed:
-                    self.receive(delivery.address, delivery.message)
+                    self._wait(dataclasses.replace(delivery, tries=delivery.tries + 1))
 
         asyncio.get_running_loop().call_later(TROUBLE_PAUSE, again)
 
@@ -311,7 +318,7 @@ class Inbox:
     async def _reply(
         self, delivery: Delivery, body: dict[str, object], identity: uuid.UUID, correlation: str
     ) -> bool:
-        """Whether the broker has the answer, or there is nobody for it."""
+        """Whether the broker has the answer, or there is nobody for it, or no room."""
         if delivery.reply_to is None:
             return True
         message = outbox.reply_message(
@@ -332,6 +339,11 @@ class Inbox:
             # Delivered again it might end the connection again, for ever; and a caller that waits
             # with a direct reply-to is gone when that is.
             self._outbox.say_again(delivery.reply_to, message)
+        except link.Refused as error:
+            # Kept longer, it would keep the requests of others from being delivered.
+            if delivery.tries < MAX_REFUSALS:
+                return False
+            log.warning("reply.given_up", reply_to=delivery.reply_to, why=error.message)
         except errors.Unreachable:
             return False
         return True

@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 
+import aio_pika
 import pytest
 
 from tests.acceptance.conftest import Hosts
@@ -142,3 +143,23 @@ async def test_a_read_under_status_updates_gets_its_result(hosts: Hosts) -> None
         "list_volumes", hosts.a.at("fast"), headers={"status-updates": True}
     )
     assert (await hosts.caller.only_result(sent)).body["ok"]
+
+
+async def test_answers_that_nobody_has_room_for_keep_no_request_from_being_taken(
+    hosts: Hosts,
+) -> None:
+    at = hosts.a.at("sim")
+    connection = await aio_pika.connect(hosts.installation.broker_url)
+    async with connection:
+        channel = await connection.channel()
+        full = await channel.declare_queue(
+            exclusive=True, arguments={"x-max-length": 1, "x-overflow": "reject-publish"}
+        )
+        # More than a worker takes in at a time.
+        for _ in range(150):
+            await hosts.caller.send(
+                "get_volume", at, {"volume_id": str(uuid.uuid4())}, reply_to=full.name
+            )
+            await hosts.caller.send("get_volume", at, {"volume_id": "x"}, reply_to=full.name)
+        page = await hosts.caller.call("list_volumes", at, {"limit": 1})
+    assert "volumes" in page
