@@ -10,6 +10,8 @@ import pydantic
 from messages import errors, redaction, resources
 
 MAX_SIZE: Final = 2**63 - 1
+MAX_MEMBERS: Final = 4096
+"""Of an object or list in arguments: each that is wrong costs a check of its own."""
 VERSION: Final = (1, 0)
 """The contract's version: major, minor."""
 
@@ -46,6 +48,7 @@ Text = Annotated[
     pydantic.StrictStr, pydantic.Field(max_length=1024), pydantic.AfterValidator(_printable)
 ]
 Size = Annotated[pydantic.StrictInt, pydantic.Field(ge=1, le=MAX_SIZE)]
+Names = Annotated[list[Text], pydantic.Field(fail_fast=True)]
 Metadata = Annotated[dict[Text, Text], pydantic.Field(max_length=256)]
 Address = Annotated[Text, pydantic.Field(pattern=r"^[A-Za-z0-9_.-]{1,100}@[A-Za-z0-9_-]{1,100}$")]
 
@@ -94,8 +97,8 @@ class Connector(pydantic.BaseModel):
     ip: Text | None = None
     initiator: Text | None = None
     nqn: Text | None = None
-    wwpns: list[Text] | None = None
-    wwnns: list[Text] | None = None
+    wwpns: Names | None = None
+    wwnns: Names | None = None
     mode: resources.AccessMode = resources.AccessMode.READ_WRITE
     connection_key: Text = ""
     do_local_attach: pydantic.StrictBool = False
@@ -302,10 +305,30 @@ def parse_args(method: Method, args: object) -> pydantic.BaseModel:
     """
     if not isinstance(args, dict):
         raise errors.InvalidRequest("args must be an object", member="args")
+    _check_members(args)
     try:
         return method.args.model_validate(args)
     except pydantic.ValidationError as error:
         raise invalid(error, "args") from None
+
+
+def _check_members(args: dict[Any, Any]) -> None:
+    """Refuses what has more members than anything in the contract could need."""
+    left: list[tuple[str, dict[Any, Any] | list[Any]]] = [("args", args)]
+    while left:
+        place, value = left.pop()
+        if len(value) > MAX_MEMBERS:
+            member = place[:200]
+            raise errors.InvalidRequest(
+                f"{member}: has {len(value)} members; at most {MAX_MEMBERS} are accepted",
+                member=member,
+            )
+        members = value.items() if isinstance(value, dict) else enumerate(value)
+        left += [
+            (f"{place}.{name}"[:201], member)
+            for name, member in members
+            if isinstance(member, dict | list)
+        ]
 
 
 def invalid(error: pydantic.ValidationError, root: str) -> errors.InvalidRequest:

@@ -295,7 +295,7 @@ class Inbox:
         return reply_to is not None and not self._broker.names.is_reserved(reply_to)
 
     def _is_to_be_kept(self, delivery: Delivery, error: errors.VolumeWorkerError) -> bool:
-        method = requests.METHODS.get(_method_name(delivery.message.body) or "")
+        method = requests.METHODS.get(self._method_name(delivery) or "")
         only_reads = method is not None and method.only_reads
         return _is_unreadable(error) or not (self._is_answerable(delivery) or only_reads)
 
@@ -311,9 +311,21 @@ class Inbox:
     ) -> bool:
         if not self._is_answerable(delivery):
             return True
-        body = replies.failure(job_id, _method_name(delivery.message.body), error)
+        body = replies.failure(job_id, self._method_name(delivery), error)
         correlation = delivery.message.correlation_id or delivery.message.message_id or ""
         return await self._reply(delivery, body, job_id or uuid.uuid4(), correlation)
+
+    def _method_name(self, delivery: Delivery) -> str | None:
+        """What the caller called the method, if that much can be read."""
+        body = delivery.message.body
+        if len(body) > self._limit:
+            return None
+        try:
+            data = envelope.parse_json(body)
+        except errors.InvalidRequest:
+            return None
+        name = data.get("method") if isinstance(data, dict) else None
+        return name[:100] if isinstance(name, str) else None
 
     async def _reply(
         self, delivery: Delivery, body: dict[str, object], identity: uuid.UUID, correlation: str
@@ -371,13 +383,3 @@ def _identity(message_id: str | None) -> uuid.UUID | None:
         return uuid.UUID(message_id or "")
     except ValueError:
         return None
-
-
-def _method_name(body: bytes) -> str | None:
-    """What the caller called the method, if that much can be read."""
-    try:
-        data = envelope.parse_json(body)
-    except errors.InvalidRequest:
-        return None
-    name = data.get("method") if isinstance(data, dict) else None
-    return name[:100] if isinstance(name, str) else None

@@ -1,5 +1,6 @@
 """The rules on arguments that no example shows well."""
 
+import time
 import uuid
 
 import pydantic
@@ -124,3 +125,31 @@ def test_what_only_reads_is_what_gets_lists_or_validates() -> None:
     }
     for method in requests.METHODS.values():
         assert method.only_reads or method.kind is not requests.Kind.READ
+
+
+@pytest.mark.parametrize(
+    ("method", "place"),
+    [
+        ("validate_connector", ("connector", "wwpns")),
+        ("validate_connector", ("connector", "unknown", "inner")),
+        ("create_volume", ("volume", "metadata")),
+        ("list_volumes", ()),
+    ],
+)
+@pytest.mark.parametrize("as_list", [True, False])
+def test_half_a_million_wrong_members_are_refused_as_one(
+    method: str, place: tuple[str, ...], as_list: bool
+) -> None:
+    wrong: object = [1] * 500_000 if as_list and place else {str(n): n for n in range(500_000)}
+    for name in reversed(place):
+        wrong = {name: wrong}
+    began = time.monotonic()
+    with pytest.raises(errors.InvalidRequest) as refused:
+        requests.parse_args(requests.METHODS[method], wrong)
+    assert time.monotonic() - began < 0.5
+    assert refused.value.details["member"] == ".".join(["args", *place])
+
+
+def test_a_connector_with_more_names_than_any_host_has_is_good() -> None:
+    args = {"connector": {"wwpns": [f"{number:016x}" for number in range(requests.MAX_MEMBERS)]}}
+    assert requests.parse_args(requests.METHODS["validate_connector"], args)
