@@ -32,6 +32,8 @@ MAX_REFUSALS: Final = 1
 """How often an answer is sent again whose queue has no room; whoever needs it can ask again."""
 MAX_READS: Final = 64
 """Reads that are answered at a time."""
+MAX_UPKEEP_ANSWERS: Final = 4
+"""Long answers of methods beside the jobs that are on their way at a time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class Inbox:
         self._waiting: collections.deque[Delivery] = collections.deque()
         self._wake = asyncio.Event()
         self._reading = asyncio.Semaphore(MAX_READS)
+        self._telling = asyncio.Semaphore(MAX_UPKEEP_ANSWERS)
 
     def receive(self, address: str, message: aio_pika.abc.AbstractIncomingMessage) -> None:
         """Hands a delivery over; called by the broker's callback, which must not wait."""
@@ -253,27 +256,37 @@ class Inbox:
     # Answering
 
     async def _answer_read(self, request: _Request) -> None:
+        if request.body.method.kind is requests.Kind.UPKEEP:
+            # It may wait long for its turn, and no read must wait with it.
+            body = await self._body(request)
+            async with self._telling:
+                await self._tell(request, body)
+            return
         async with self._reading:
-            properties, method = request.properties, request.body.method
-            try:
-                result = await self._reader.answer(
-                    method.name, request.delivery.address, request.body.args
-                )
-                body = replies.result(properties.message_id, method.name, result)
-            except errors.Unreachable:
-                self._put_back(request.delivery)
-                return
-            except errors.VolumeWorkerError as error:
-                body = replies.failure(properties.message_id, method.name, error)
-            except Exception:
-                log.exception("read.failed", method=method.name)
-                body = replies.failure(properties.message_id, method.name, errors.Internal())
-            if await self._reply(
-                request.delivery, body, properties.message_id, properties.correlation_id
-            ):
-                await self._acknowledge(request.delivery)
-            else:
-                self._put_back(request.delivery)
+            await self._tell(request, await self._body(request))
+
+    async def _body(self, request: _Request) -> dict[str, Any] | None:
+        """The answer to a read; None where it cannot be read just now."""
+        identity, method = request.properties.message_id, request.body.method.name
+        try:
+            result = await self._reader.answer(method, request.delivery.address, request.body.args)
+            return replies.result(identity, method, result)
+        except errors.Unreachable:
+            return None
+        except errors.VolumeWorkerError as error:
+            return replies.failure(identity, method, error)
+        except Exception:
+            log.exception("read.failed", method=method)
+            return replies.failure(identity, method, errors.Internal())
+
+    async def _tell(self, request: _Request, body: dict[str, Any] | None) -> None:
+        properties, delivery = request.properties, request.delivery
+        if body is not None and await self._reply(
+            delivery, body, properties.message_id, properties.correlation_id
+        ):
+            await self._acknowledge(delivery)
+        else:
+            self._put_back(delivery)
 
     async def _refuse(self, delivery: Delivery, error: errors.VolumeWorkerError) -> None:
         """Answers what never became a job, and keeps it where nobody else would hear of it."""

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import pydantic
 
 from messages import errors, requests, topology
 from worker import backend
-from worker.reconciliation import reconciler
+from worker.reconciliation import reconciler, shared
 from worker.store import database, jobs, volumes
 
 MAX_LIST_BYTES: Final = 4 * 1024 * 1024
@@ -57,7 +58,11 @@ class Reader:
     ) -> None:
         self._store = store
         self._backends = backends
-        self._reconcilers = reconcilers
+        self._reconciling = {
+            (address, repair): shared.Shared(functools.partial(_reconcile, one, repair=repair))
+            for address, one in reconcilers.items()
+            for repair in (False, True)
+        }
 
     async def answer(
         self, method: str, address: str, args: pydantic.BaseModel
@@ -81,15 +86,11 @@ class Reader:
                 self._validate(address, args.connector)
                 return {}
             case requests.Reconcile():
-                return await self._reconcile(address, args)
+                return await self._reconciling[address, args.repair]()
             case requests.GetVolumeStats():
                 self._backends[address].require()
                 return await self._backends[address].stats()
         raise errors.UnknownMethod(f"{method} is no read")
-
-    async def _reconcile(self, address: str, args: requests.Reconcile) -> Mapping[str, Any]:
-        repair = reconciler.ALL if args.repair else ()
-        return reconciler.to_wire(await self._reconcilers[address].run(repair=repair))
 
     def _validate(self, address: str, connector: requests.Connector) -> None:
         if connector.do_local_attach and connector.host == topology.host_of(address):
@@ -114,6 +115,10 @@ class Reader:
             after=args.after,
             limit=args.limit,
         )
+
+
+async def _reconcile(by: reconciler.Reconciler, *, repair: bool) -> Mapping[str, Any]:
+    return reconciler.to_wire(await by.run(repair=reconciler.ALL if repair else ()))
 
 
 def _part(record: Mapping[str, Any], offset: int) -> dict[str, Any]:

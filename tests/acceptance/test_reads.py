@@ -163,3 +163,17 @@ async def test_answers_that_nobody_has_room_for_keep_no_request_from_being_taken
             await hosts.caller.send("get_volume", at, {"volume_id": "x"}, reply_to=full.name)
         page = await hosts.caller.call("list_volumes", at, {"limit": 1})
     assert "volumes" in page
+
+
+async def test_reads_do_not_wait_for_reconciliations(hosts: Hosts) -> None:
+    stray = hosts.a.folder / "fast" / f"volume-{uuid.uuid4()}"
+    stray.write_bytes(b"x")  # Whatever is found is looked at twice.
+    try:
+        for _ in range(300):
+            await hosts.caller.send("reconcile", hosts.a.at("fast"), reply_to=None)
+        for backend in ("sim", "fast"):
+            await hosts.caller.call("list_volumes", hosts.a.at(backend), {"limit": 1}, timeout=5)
+        sent = await hosts.caller.send("reconcile", hosts.a.at("fast"))
+        assert (await hosts.caller.result(sent)).body["ok"]
+    finally:
+        stray.unlink()
