@@ -9,6 +9,9 @@ HOST: Final = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 BACKEND: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 NAMESPACE: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
+MAX_QUEUE_NAME: Final = 255
+"""Bytes: AMQP has no room for more."""
+
 DELIVERY_LIMIT: Final = 100
 DEAD_DELIVERY_LIMIT: Final = 2147483647
 """Looking at a dead letter counts as a delivery; it must never be what removes it."""

@@ -195,6 +195,18 @@ class Settings(pydantic_settings.BaseSettings):
                 raise ValueError(f"{name!r} must be letters, digits, _ and -, at most 100")
         return value
 
+    @pydantic.model_validator(mode="after")
+    def _queue_names(self) -> "Settings":
+        names = topology.Topology(self.namespace)
+        for address in self.addresses():
+            size = len(names.queue(address))
+            if size > topology.MAX_QUEUE_NAME:
+                raise ValueError(
+                    f"namespace, host and the name of backend {address.partition('@')[2]!r} make a "
+                    f"queue's name of {size} bytes; the broker takes {topology.MAX_QUEUE_NAME}"
+                )
+        return self
+
     @classmethod
     def settings_customise_sources(
         cls,

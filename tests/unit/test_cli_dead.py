@@ -12,7 +12,7 @@ import typer
 import typer.testing
 
 from messages import topology
-from worker.cli import app, arguments, dead_edit, dead_queue, dead_replay, letter
+from worker.cli import app, arguments, dead, dead_edit, dead_queue, dead_replay, letter, output
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,24 @@ def test_what_the_broker_made_of_messages_without_ids_stays_apart() -> None:
     }
     one = _taken(message_id=None, headers={"x-death": [death]})
     assert dead_replay.new_id(one) != dead_replay.new_id(one)
+
+
+@pytest.mark.parametrize("said", ["9999-12-31T23:59:59-23:00", "0001-01-01T00:00:00+23:00"])
+def test_a_letter_from_the_end_of_time_is_shown_and_compared(said: str) -> None:
+    death = {"queue": "volume.host-a@fast", "reason": "rejected", "time": said}
+    for headers in ({"first-failed-at": said}, {"x-death": [death]}):
+        one = _taken(headers=headers).letter
+        assert output.moment(one.summary()["first_failed_at"]) == said
+        for since in ("1h", "999999999d", "0001-01-01T00:00:00+23:00", said):
+            found = dead_queue.Filter(since=dead.moment(since)).matches(one)
+            assert found or said.startswith("0001") or since == said
+
+
+@pytest.mark.parametrize("body", [b'{"method":"m","args":{"a":NaN}}', b"[-Infinity]", b"[1e999]"])
+def test_what_is_no_number_of_json_is_shown_as_text(body: bytes) -> None:
+    one = _taken(body=body).letter
+    json.loads(json.dumps(one.to_wire()), parse_constant=pytest.fail)
+    assert one.body_text == body.decode()
 
 
 @pytest.mark.parametrize("said", [-1, 2**31, "1", 1.5, None])

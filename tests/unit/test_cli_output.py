@@ -71,3 +71,9 @@ def test_progress_tells_rate_and_time_left() -> None:
 @pytest.mark.parametrize("odd", [{}, {"done_bytes": "x"}, {"total_bytes": None}])
 def test_progress_of_another_version_breaks_nothing(odd: dict[str, object]) -> None:
     assert progress.amounts(odd) == "0 B of 0 B"
+
+
+@pytest.mark.parametrize("text", ["9999-12-31T23:59:59-23:00", "0001-01-01T00:00:00+23:00", "x"])
+def test_a_time_that_no_calendar_has_is_shown_as_it_came(text: str) -> None:
+    assert output.moment(text) == text
+    assert output.moment("2026-03-01T12:30:00+01:00") == "2026-03-01 11:30:00Z"

@@ -253,6 +253,14 @@ def test_all_faults_are_told_at_once(write: Write) -> None:
     assert "host" in text
 
 
+def test_names_that_make_no_name_of_a_queue_are_refused_together(write: Write) -> None:
+    lines = 'namespace = "{}"\nhost = "{}"\n[backends.{}]\ndriver = "fake_iscsi"'
+    assert settings.load(write(lines.format("n" * 100, "h" * 100, "b" * 53)))
+    text = refusal_of(write(lines.format("n" * 100, "h" * 100, "b" * 54)))
+    assert "namespace, host and the name of backend" in text
+    assert "256 bytes" in text
+
+
 def test_a_refusal_does_not_repeat_a_password(write: Write) -> None:
     text = refusal_of(write('broker_url = ["amqp://u:hunter2@h/"]\ndatabase_url = 5'))
     assert "broker_url" in text

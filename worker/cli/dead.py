@@ -242,7 +242,10 @@ def moment(text: str | None) -> datetime.datetime | None:
         return None
     if ago := _AGO.fullmatch(text):
         seconds = int(ago[1]) * _SECONDS[ago[2]]
-        return datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=seconds)
+        try:
+            return datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=seconds)
+        except OverflowError:
+            return datetime.datetime.min.replace(tzinfo=datetime.UTC)
     try:
         found = datetime.datetime.fromisoformat(text)
     except ValueError:

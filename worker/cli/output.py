@@ -142,9 +142,11 @@ def moment(text: str | None) -> str:
         return "-"
     try:
         value = datetime.datetime.fromisoformat(text)
-    except ValueError:
+        value = value.astimezone(datetime.UTC)
+    except (ValueError, OverflowError):
+        # The second: in UTC it is before the year 1, or after 9999.
         return text
-    return value.astimezone(datetime.UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    return value.strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def duration(seconds: float) -> str:
