@@ -286,20 +286,21 @@ class Attempt:
     async def _tell_end(self, ending: jobs.Ending) -> None:
         ended = await jobs.finish(self._parts.store, ending)
         self.leaves_more = ended.is_more
-        if ending.state is JobState.SUCCEEDED:
+        if (error := ending.error) is None:
             log.info("job.succeeded")
+        else:
+            log.warning("job.failed", state=ending.state, code=error.code, error=error.message)
         await self._parts.outbox.tell_end(ended)
 
     async def _fail(self, error: errors.VolumeWorkerError, context: base.Context | None) -> None:
         job, parts = self.job, self._parts
         if error.transient and job.attempt < parts.max_attempts:
             delay = retry.backoff(job.attempt, base=RETRY_BASE, cap=RETRY_CAP)
-            log.warning("job.retried", code=error.code, error=error.message, delay=delay)
             back = await jobs.requeue(parts.store, job, delay=delay, error=error)
+            log.warning("job.retried", code=error.code, error=error.message, delay=delay)
             parts.outbox.say_job(back)
             return
         state = _final_state(error)
-        log.warning("job.failed", state=state, code=error.code, error=error.message)
         change = None if context is None else context.on_failure
         await self._tell_end(jobs.Ending(job, state, error=error, change=change))
 

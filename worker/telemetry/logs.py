@@ -5,16 +5,20 @@ secret are masked, and in texts, at any depth, the values that stand behind such
 that nothing names cannot be known for one here: whoever has it must not log it.
 """
 
+import contextlib
 import enum
 import json
 import logging
 import sys
 from collections.abc import Mapping, MutableMapping
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import structlog
 
 from messages import redaction
+
+_LONG: Final = ("exception", "stack")
+"""What has more than one line."""
 
 
 class Format(enum.StrEnum):
@@ -45,6 +49,7 @@ def configure(
             renderer: Any = structlog.processors.JSONRenderer()
         case Format.CONSOLE:
             renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+            shared.append(_escape)
     # Straight to the stream: a record of the standard library costs more than all the rest.
     structlog.configure(
         processors=[*shared, renderer],
@@ -68,11 +73,24 @@ def configure(
 
 
 class _Logger(structlog.WriteLogger):
-    """Writes lines, and knows whose they are."""
+    """Writes lines, and knows whose they are.
+
+    A line that cannot be written is lost: its reader has gone, or the disk is full. Nothing that is
+    at work may fail for that.
+    """
 
     def __init__(self, stream: TextIO, name: str = "") -> None:
         super().__init__(stream)
         self.name = name
+
+    def msg(self, message: str) -> None:
+        """Writes a line, if that can be."""
+        # A closed stream raises ValueError.
+        with contextlib.suppress(OSError, ValueError):
+            super().msg(message)
+
+    log = debug = info = warn = warning = msg
+    fatal = failure = err = error = critical = exception = msg
 
 
 def _add_logger_name(
@@ -89,6 +107,32 @@ def _redact(
     masked: dict[str, Any] = redaction.mask_tree(event)
     # Those with _ are the logging machinery's own, and are taken out before a line is made.
     return {key: value if key.startswith("_") else _mask(value) for key, value in masked.items()}
+
+
+def _escape(
+    _logger: Any, _method: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """What is logged, with nothing in it that could play with a terminal.
+
+    Only texts: what is inside of others is shown by its repr, which escapes it.
+    """
+    return {
+        _printable(key): _printable(value, but="\n" if key in _LONG else "")
+        if isinstance(value, str)
+        else value
+        for key, value in event.items()
+    }
+
+
+def _printable(text: str, *, but: str = "") -> str:
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character.isprintable() or character in but
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def _mask(value: Any) -> Any:
