@@ -82,8 +82,13 @@ CREATE TABLE connections (
 );
 CREATE INDEX connections_by_volume ON connections (volume_id);
 CREATE INDEX connections_not_ended ON connections (volume_id) WHERE state <> 'ended';
+-- A text of any length as an index can hold it.
+CREATE FUNCTION hashed(t text) RETURNS bytea
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN sha256(convert_to(t, 'UTF8'));
 CREATE UNIQUE INDEX connections_told_apart
-    ON connections (volume_id, coalesce(connector_host, ''), identity, connection_key)
+    ON connections (
+        volume_id, hashed(coalesce(connector_host, '')), hashed(identity), hashed(connection_key))
     WHERE state <> 'ended';
 
 CREATE SEQUENCE lease_tokens;

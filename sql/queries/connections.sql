@@ -16,7 +16,8 @@ INSERT INTO connections (
     id, volume_id, connector_host, identity, connection_key, connector, access_mode, state,
     is_local, credentials, made_by)
 SELECT $3, $4, $5, $6, $7, $8, $9, 'making', $10, $11, $1 FROM mine
-ON CONFLICT (volume_id, coalesce(connector_host, ''), identity, connection_key)
+ON CONFLICT (
+        volume_id, hashed(coalesce(connector_host, '')), hashed(identity), hashed(connection_key))
     WHERE state <> 'ended'
     DO UPDATE SET state = CASE connections.state
         WHEN 'ending' THEN CASE

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import pathlib
+import random
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -121,6 +122,30 @@ async def test_the_same_connector_gets_the_same_connection(hosts: Hosts, backend
     ids = {(await hosts.volumes.connect(volume, **other))["connection_id"] for other in others}
     assert len(ids | {first["connection_id"]}) == 4
     assert len((await hosts.volumes.record(volume))["connections"]) == 4
+
+
+async def test_connectors_with_long_names_are_told_apart(hosts: Hosts) -> None:
+    volume = await hosts.volumes.create(hosts.a.at("fast"))
+    some = random.Random(7)
+    host = "".join(chr(some.randrange(0x1F300, 0x1F5FF)) for _ in range(1024))
+    wwpns = [f"{some.getrandbits(64):016x}" for _ in range(400)]
+    long = {"host": host, "initiator": None, "wwpns": wwpns, "connection_key": host[::-1]}
+    made = [
+        (await hosts.volumes.connect(volume, **{**long, **changed}))["connection_id"]
+        for changed in (
+            {},
+            {"wwpns": wwpns[::-1]},
+            {"wwpns": wwpns[1:]},
+            {"host": host[1:]},
+            {"connection_key": host},
+        )
+    ]
+    assert made[0] == made[1]
+    assert len(set(made)) == 4
+    args = {**volume.at, "connector": long}
+    await hosts.caller.call("terminate_connection", volume.address, args)
+    left = {one["id"] for one in (await hosts.volumes.record(volume))["connections"]}
+    assert left == set(made[2:])
 
 
 @ALL
