@@ -26,6 +26,8 @@ from worker.store import outbox as outbox_store
 log = structlog.get_logger(__name__)
 
 BATCH: Final = 128
+LONG: Final = 64 * 1024
+"""Bytes of a body that takes long to be read."""
 TROUBLE_PAUSE: Final = 1.0
 """Seconds until a delivery is dealt with again that could not be stored or answered."""
 MAX_REFUSALS: Final = 1
@@ -105,6 +107,9 @@ class Inbox:
     async def _take(self, batch: Sequence[Delivery], group: asyncio.TaskGroup) -> None:
         to_store: list[tuple[Delivery, acceptance.NewJob]] = []
         for delivery in batch:
+            if len(delivery.message.body) > LONG:
+                # A batch of them must not keep all else from going on.
+                await asyncio.sleep(0)
             try:
                 request = self._read(delivery)
                 new = self._new_job(request)
@@ -308,9 +313,10 @@ class Inbox:
         return reply_to is not None and not self._broker.names.is_reserved(reply_to)
 
     def _is_to_be_kept(self, delivery: Delivery, error: errors.VolumeWorkerError) -> bool:
+        if _is_unreadable(error) or self._is_answerable(delivery):
+            return _is_unreadable(error)
         method = requests.METHODS.get(self._method_name(delivery) or "")
-        only_reads = method is not None and method.only_reads
-        return _is_unreadable(error) or not (self._is_answerable(delivery) or only_reads)
+        return method is None or not method.only_reads
 
     async def _keep(self, delivery: Delivery, error: errors.VolumeWorkerError) -> None:
         reasons = letters.reason_headers(error=error, origin=delivery.address)
