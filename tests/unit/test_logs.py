@@ -120,7 +120,7 @@ def _without_a_reader() -> TextIO:
 
 @pytest.mark.parametrize("opened", [_full, _without_a_reader, _closed])
 def test_a_line_that_cannot_be_written_fails_nothing(
-    configure: Configure, opened: Callable[[], TextIO]
+    configure: Configure, opened: Callable[[], TextIO], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = opened()
     configure(stream=stream)
@@ -128,5 +128,7 @@ def test_a_line_that_cannot_be_written_fails_nothing(
         structlog.get_logger("test").warning("told", value="x" * 10_000)
         structlog.get_logger("test").error("failed", exc_info=ValueError())
         logging.getLogger("test").warning("told")
+    if not stream.closed:
+        assert capsys.readouterr().err == ""
     with contextlib.suppress(OSError):
         stream.close()

@@ -57,7 +57,7 @@ def configure(
         logger_factory=lambda *name: _Logger(stream or sys.stderr, *name),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = _Handler(stream or sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[structlog.stdlib.ExtraAdder(), *shared],
@@ -91,6 +91,15 @@ class _Logger(structlog.WriteLogger):
 
     log = debug = info = warn = warning = msg
     fatal = failure = err = error = critical = exception = msg
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Loses what cannot be written like :class:`_Logger`, and says nothing of it on stderr."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Called with the error at hand."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 def _add_logger_name(
