@@ -16,6 +16,7 @@ from messages import errors
 from tests.services import tgtd
 from worker import libc, plugins, process
 from worker.drivers import base, capacity, file, wiping
+from worker.drivers import directory as storage
 
 MIB = 1024**2
 GIB = 1024**3
@@ -66,7 +67,8 @@ def write(path: pathlib.Path, at: int, content: bytes) -> None:
 
 
 def entries(directory: pathlib.Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    """All but the marker."""
+    return sorted(path.name for path in directory.iterdir() if path.name != storage.MARKER)
 
 
 def look(path: pathlib.Path) -> os.stat_result:
@@ -257,6 +259,140 @@ async def test_what_is_no_regular_file_is_refused_and_never_followed(
             await asyncio.wait_for(call, 5)
     assert victim.read_bytes() == b"precious"
     assert driver.local_path(target).name in entries(driver.local_path(target).parent)
+
+
+# A storage that is away
+
+
+def move_away(directory: pathlib.Path) -> None:
+    directory.rename(directory.with_name("elsewhere"))
+
+
+def move_back(directory: pathlib.Path) -> None:
+    if directory.exists():
+        (directory / storage.MARKER).unlink(missing_ok=True)
+        directory.rmdir()
+    directory.with_name("elsewhere").rename(directory)
+
+
+def leave_nothing(_: pathlib.Path) -> None:
+    pass
+
+
+def leave_mount_point(directory: pathlib.Path) -> None:
+    directory.mkdir()
+
+
+def leave_another(directory: pathlib.Path) -> None:
+    directory.mkdir()
+    (directory / storage.MARKER).write_text(f"{uuid.uuid4()}\n")
+
+
+@pytest.mark.parametrize("leave", [leave_nothing, leave_mount_point, leave_another])
+@pytest.mark.parametrize("clear", ["none", "zero", "shred"])
+async def test_nothing_is_done_or_taken_for_gone_while_the_storage_is_away(
+    make: Make, directory: pathlib.Path, leave: Callable[[pathlib.Path], None], clear: str
+) -> None:
+    driver = make(volume_clear=clear)
+    await driver.do_setup()
+    made, new = volume(), volume()
+    await driver.create_volume(made)
+    move_away(directory)
+    leave(directory)
+    for call in (
+        driver.delete_volume(made),
+        driver.find_volume(made),
+        driver.extend_volume(made, GIB),
+        driver.create_volume(new),
+        driver.list_volumes(),
+        driver.get_volume_stats(refresh=True),
+    ):
+        with pytest.raises(errors.DeviceUnavailable, match="mount the storage"):
+            await call
+    for again in (driver, make()):
+        with pytest.raises(errors.DriverNotInitialized, match=f"remove .*{storage.REMEMBERED}"):
+            await again.do_setup()
+    move_back(directory)
+    assert await driver.list_volumes() == {made.id: made.size_bytes}
+    await driver.delete_volume(made)
+    assert entries(directory) == []
+
+
+async def test_a_storage_of_a_version_without_markers_is_marked_and_known_again(
+    make: Make, directory: pathlib.Path
+) -> None:
+    directory.mkdir()
+    put_blank(directory / f"volume-{(old := volume()).id}", old.size_bytes)
+    await make().do_setup()
+    move_away(directory)
+    directory.mkdir()
+    with pytest.raises(errors.DriverNotInitialized):
+        await make().do_setup()
+    move_back(directory)
+    driver = make()
+    await driver.do_setup()
+    assert await driver.find_volume(old) == old.size_bytes
+
+
+async def test_another_storage_is_used_when_the_remembered_id_is_removed(
+    make: Make, directory: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    await make().do_setup()
+    move_away(directory)
+    directory.mkdir()
+    (tmp_path / storage.REMEMBERED).unlink()
+    driver = make()
+    await driver.do_setup()
+    await driver.create_volume(volume())
+
+
+async def test_hosts_that_share_a_storage_know_it_by_one_marker(
+    make: Make, tmp_path: pathlib.Path
+) -> None:
+    first, second = make(), make()
+    await first.do_setup()
+    (tmp_path / storage.REMEMBERED).unlink()
+    await second.do_setup()
+    made = volume()
+    await first.create_volume(made)
+    assert await second.find_volume(made) == made.size_bytes
+
+
+@pytest.mark.parametrize("content", ["", "nonsense"])
+async def test_an_unfinished_marker_is_finished_and_a_damaged_one_told_of(
+    make: Make, directory: pathlib.Path, content: str
+) -> None:
+    directory.mkdir()
+    (directory / storage.MARKER).write_text(content)
+    if content:
+        with pytest.raises(errors.DriverNotInitialized, match="remove it"):
+            await make().do_setup()
+    else:
+        await make().do_setup()
+        await make().do_setup()
+
+
+@pytest.mark.parametrize("call", ["open", "fstat", "lstat", "ftruncate", "fsync", "unlink"])
+async def test_what_the_system_refuses_is_worth_another_try(
+    make: Make, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    driver = make(volume_clear="none" if call in {"lstat", "unlink"} else "zero")
+    await driver.do_setup()
+    made = volume()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted", made.name)
+
+    if call != "ftruncate":
+        await driver.create_volume(made)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, refuse)
+        work = driver.create_volume if call == "ftruncate" else driver.delete_volume
+        with pytest.raises(errors.DeviceUnavailable, match="not permitted"):
+            await work(made)
+    await driver.create_volume(made)
+    await driver.delete_volume(made)
+    assert await driver.find_volume(made) is None
 
 
 # Deleting

@@ -19,8 +19,11 @@ class Space:
     free: int
 
 
-def space(directory: pathlib.Path) -> Space:
-    """The space of the file system that a directory is on, as an ordinary user has it."""
+def space(directory: pathlib.Path | int) -> Space:
+    """The space of the file system that a directory, or its handle, is on.
+
+    As an ordinary user has it.
+    """
     found = os.statvfs(directory)
     return Space(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 

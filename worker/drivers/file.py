@@ -21,7 +21,7 @@ import structlog
 
 from messages import errors
 from worker import process, retry
-from worker.drivers import base, capacity, wiping
+from worker.drivers import base, capacity, directory, wiping
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +57,7 @@ class FileDriver(base.Driver):
 
     def __init__(self, context: base.Context) -> None:
         self._options: Options = context.options
-        self._directory: pathlib.Path = self._options.directory
+        self._directory = directory.Directory(self._options.directory, context.state_dir)
         self._execute = context.execute
         self._ledger = capacity.Ledger(
             self._options.max_over_subscription_ratio, self._options.reserved_percentage
@@ -67,12 +67,12 @@ class FileDriver(base.Driver):
     # Life cycle
 
     async def do_setup(self) -> None:
-        """Makes the directory and counts what is in it.
+        """Makes the directory, or knows it again, and counts what is in it.
 
         Raises:
             DriverNotInitialized: with what the operator has to do.
         """
-        await asyncio.to_thread(self._make_directory)
+        await asyncio.to_thread(self._directory.set_up)
         await self._recount()
 
     async def check_for_setup_error(self) -> None:
@@ -81,11 +81,9 @@ class FileDriver(base.Driver):
         Raises:
             DriverNotInitialized: with what the operator has to do.
         """
-        if not await asyncio.to_thread(os.access, self._directory, os.R_OK | os.W_OK | os.X_OK):
-            raise errors.DriverNotInitialized(
-                f"{self._directory} cannot be written: mount it writable, and give it to the"
-                " worker's user"
-            )
+        path = self._directory.path
+        if not await asyncio.to_thread(os.access, path, os.R_OK | os.W_OK | os.X_OK):
+            raise errors.DriverNotInitialized(directory.unwritable(path))
         shreds = self._options.volume_clear is base.VolumeClear.SHRED
         if shreds and process.find_program("shred") is None:
             raise errors.DriverNotInitialized(
@@ -191,7 +189,7 @@ class FileDriver(base.Driver):
                 return await self._shred(volume.id)
 
     def _zero(self, stop: threading.Event, volume_id: uuid.UUID) -> int | None:
-        with self._open(volume_id) as descriptor:
+        with self._open(volume_id) as (_, descriptor):
             if descriptor is None:
                 return None
             size = os.fstat(descriptor).st_size
@@ -213,7 +211,7 @@ class FileDriver(base.Driver):
         return size
 
     def _compact(self, volume_id: uuid.UUID) -> tuple[int | None, int]:
-        with self._open(volume_id) as descriptor:
+        with self._open(volume_id) as (_, descriptor):
             if descriptor is None:
                 return None, 0
             size = os.fstat(descriptor).st_size
@@ -226,40 +224,25 @@ class FileDriver(base.Driver):
     # Blocking work, for threads
 
     def _path(self, volume_id: uuid.UUID) -> pathlib.Path:
-        return self._directory / f"{_PREFIX}{volume_id}"
-
-    def _make_directory(self) -> None:
-        try:
-            self._directory.mkdir(mode=0o700, exist_ok=True)
-        except FileNotFoundError:
-            raise errors.DriverNotInitialized(
-                f"{self._directory.parent} is not there: mount the file system that is to hold"
-                f" the volumes, or make it with mkdir -p {self._directory.parent}"
-            ) from None
-        except OSError as error:
-            raise errors.DriverNotInitialized(
-                f"{self._directory} is no directory and cannot be made: {error.strerror}"
-            ) from error
+        return self._directory.path / f"{_PREFIX}{volume_id}"
 
     def _survey(self) -> tuple[dict[uuid.UUID, int], capacity.Space]:
         sizes = {}
-        try:
-            with os.scandir(self._directory) as entries:
-                for entry in entries:
-                    if _is_volume_name(entry.name) and entry.is_file(follow_symlinks=False):
-                        with contextlib.suppress(FileNotFoundError):
-                            size = entry.stat(follow_symlinks=False).st_size
-                            sizes[uuid.UUID(entry.name.removeprefix(_PREFIX))] = size
-            return sizes, capacity.space(self._directory)
-        except OSError as error:
-            raise errors.DriverNotInitialized(
-                f"{self._directory} cannot be read: {error.strerror}"
-            ) from error
+        with self._directory.opened() as folder, os.scandir(folder) as entries:
+            for entry in entries:
+                if _is_volume_name(entry.name) and entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        size = entry.stat(follow_symlinks=False).st_size
+                        sizes[uuid.UUID(entry.name.removeprefix(_PREFIX))] = size
+            return sizes, capacity.space(folder)
 
     def _create(self, volume: base.Volume, taken: capacity.Taken) -> bool:
         """Returns whether this call made the volume."""
         path, size = self._path(volume.id), _in_sectors(volume.size_bytes)
-        with self._open(volume.id, os.O_CREAT) as descriptor, _insufficient_space(path, size):
+        with (
+            self._open(volume.id, os.O_CREAT) as (folder, descriptor),
+            _insufficient_space(path, size),
+        ):
             assert descriptor is not None
             found = os.fstat(descriptor).st_size
             if found == size:
@@ -270,80 +253,80 @@ class FileDriver(base.Driver):
                     size_bytes=found,
                 )
             try:
-                self._ledger.check(capacity.space(self._directory), taken)
+                self._ledger.check(capacity.space(folder), taken)
                 os.ftruncate(descriptor, size)
             except BaseException:
                 if not found:
-                    path.unlink()
+                    os.unlink(path.name, dir_fd=folder)
                 raise
             os.fsync(descriptor)
-            self._sync_directory()
+            os.fsync(folder)
         return True
 
     def _grow(self, volume_id: uuid.UUID, size: int, taken: capacity.Taken) -> None:
         path = self._path(volume_id)
-        with self._open(volume_id) as descriptor, _insufficient_space(path, taken.amount):
+        with (
+            self._open(volume_id) as (folder, descriptor),
+            _insufficient_space(path, taken.amount),
+        ):
             if descriptor is None:
                 raise errors.VolumeNotFound(f"{path} is not there")
-            self._ledger.check(capacity.space(self._directory), taken)
+            self._ledger.check(capacity.space(folder), taken)
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)
 
     def _unlink(self, volume_id: uuid.UUID) -> bool:
-        try:
-            self._path(volume_id).unlink()
-        except FileNotFoundError:
-            return False
-        self._sync_directory()
-        return True
+        with self._directory.opened() as folder:
+            try:
+                os.unlink(self._path(volume_id).name, dir_fd=folder)
+            except FileNotFoundError:
+                return False
+            os.fsync(folder)
+            return True
 
     def _size(self, volume_id: uuid.UUID, *, minimum: int = 1) -> int | None:
         path = self._path(volume_id)
-        try:
-            found = path.lstat()
-        except FileNotFoundError:
-            return None
+        with self._directory.opened() as folder:
+            try:
+                found = os.lstat(path.name, dir_fd=folder)
+            except FileNotFoundError:
+                return None
         _require_file(path, found)
         return found.st_size if found.st_size >= minimum else None
 
     @contextlib.contextmanager
-    def _open(self, volume_id: uuid.UUID, flags: int = 0) -> Iterator[int | None]:
-        """The volume's file, open for reading and writing, or None if there is none."""
-        descriptor = self._open_if_there(self._path(volume_id), flags)
-        try:
-            yield descriptor
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+    def _open(self, volume_id: uuid.UUID, flags: int = 0) -> Iterator[tuple[int, int | None]]:
+        """The directory, and the volume's file, open for both ways, or None if there is none."""
+        with self._directory.opened() as folder:
+            descriptor = _open_if_there(self._path(volume_id), folder, flags)
+            try:
+                yield folder, descriptor
+            finally:
+                if descriptor is not None:
+                    os.close(descriptor)
 
-    def _open_if_there(self, path: pathlib.Path, flags: int) -> int | None:
-        # O_NONBLOCK: opening a FIFO that somebody put there must not wait for a writer.
-        always = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            descriptor = os.open(path, flags | always, 0o600)
-        except FileNotFoundError as error:
-            if flags & os.O_CREAT:
-                raise errors.DeviceUnavailable(f"{self._directory} is not there") from error
-            return None
-        except OSError as error:
-            if error.errno in _FULL:
-                raise errors.InsufficientSpace(f"{path} cannot be made: {error.strerror}") from None
-            with contextlib.suppress(FileNotFoundError):
-                _require_file(path, path.lstat())
-            raise errors.DeviceUnavailable(f"{path} cannot be opened: {error.strerror}") from error
-        try:
-            _require_file(path, os.fstat(descriptor))
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
 
-    def _sync_directory(self) -> None:
-        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _open_if_there(path: pathlib.Path, folder: int, flags: int) -> int | None:
+    # O_NONBLOCK: opening a FIFO that somebody put there must not wait for a writer.
+    always = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path.name, flags | always, 0o600, dir_fd=folder)
+    except FileNotFoundError as error:
+        if flags & os.O_CREAT:
+            raise errors.DeviceUnavailable(f"{path.parent} was removed") from error
+        return None
+    except OSError as error:
+        if error.errno in _FULL:
+            raise errors.InsufficientSpace(f"{path} cannot be made: {error.strerror}") from None
+        with contextlib.suppress(FileNotFoundError):
+            _require_file(path, os.lstat(path.name, dir_fd=folder))
+        raise errors.DeviceUnavailable(f"{path} cannot be opened: {error.strerror}") from error
+    try:
+        _require_file(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _in_sectors(size: int) -> int:
