@@ -108,14 +108,33 @@ async def test_a_new_volume_is_a_sparse_file_of_exactly_its_size(
     assert entries(directory) == [path.name]
 
 
-async def test_the_same_volume_again_is_the_same_with_its_data(driver: Any) -> None:
+async def test_the_same_volume_again_is_the_same_and_counts_once(driver: Any) -> None:
     made = volume()
     await driver.create_volume(made)
-    write(driver.local_path(made), 5, b"data")
     await driver.create_volume(made)
-    assert driver.local_path(made).read_bytes()[:9] == b"\0\0\0\0\0data"
+    assert await driver.find_volume(made) == made.size_bytes
     stats = await driver.get_volume_stats()
     assert stats["provisioned_capacity_bytes"] == made.size_bytes
+
+
+async def test_the_same_volume_again_is_the_same_where_the_file_system_knows_no_holes(
+    driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blank, full = volume(), volume()
+    for made in (blank, full):
+        await driver.create_volume(made)
+    write(driver.local_path(full), 5, b"data")
+    seek = os.lseek
+
+    def all_is_data(descriptor: int, at: int, whence: int) -> int:
+        size = os.fstat(descriptor).st_size
+        return {os.SEEK_DATA: at, os.SEEK_HOLE: size}.get(whence) or seek(descriptor, at, whence)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "lseek", all_is_data)
+        await driver.create_volume(blank)
+        with pytest.raises(errors.VolumeExists):
+            await driver.create_volume(full)
 
 
 async def test_the_rest_of_an_interrupted_create_is_no_volume_and_is_used(
@@ -128,12 +147,13 @@ async def test_the_rest_of_an_interrupted_create_is_no_volume_and_is_used(
     assert await driver.find_volume(made) == made.size_bytes
 
 
-async def test_an_empty_file_of_another_size_is_taken_over_and_one_with_data_is_not(
-    driver: Any,
+@pytest.mark.parametrize("size", [3 * MIB, 64 * MIB, 64 * MIB - 1])
+async def test_a_blank_file_of_any_size_is_taken_over_and_one_with_data_is_not(
+    driver: Any, size: int
 ) -> None:
-    blank, full = volume(), volume()
+    blank, full = volume(64 * MIB), volume(64 * MIB)
     for foreign in (blank, full):
-        put_blank(driver.local_path(foreign), 3 * MIB)
+        put_blank(driver.local_path(foreign), size)
     write(driver.local_path(full), 0, b"somebody's")
     await driver.create_volume(blank)
     assert await driver.find_volume(blank) == blank.size_bytes

@@ -122,7 +122,7 @@ class FileDriver(base.Driver):
 
         Raises:
             InsufficientSpace: with nothing made.
-            VolumeExists: a file of another size stands there and holds data.
+            VolumeExists: a file stands there and holds data.
         """
         with self._ledger.taking(_in_sectors(volume.size_bytes)) as taken:
 
@@ -245,13 +245,14 @@ class FileDriver(base.Driver):
         ):
             assert descriptor is not None
             found = os.fstat(descriptor).st_size
-            if found == size:
-                return False
+            # What an earlier try made is blank: nobody was told of it yet.
             if found and not wiping.is_blank(descriptor):
                 raise errors.VolumeExists(
                     f"{path} has {found} bytes and holds data of nobody knows whom: move it away",
                     size_bytes=found,
                 )
+            if found == size:
+                return False
             try:
                 self._ledger.check(capacity.space(folder), taken)
                 os.ftruncate(descriptor, size)

@@ -5,6 +5,7 @@ done again from the start.
 """
 
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -40,7 +41,11 @@ def data(descriptor: int, end: int) -> Iterator[tuple[int, int]]:
 
 def is_blank(descriptor: int) -> bool:
     """Whether the file holds no data at all."""
-    return not any(data(descriptor, os.fstat(descriptor).st_size))
+    found = os.fstat(descriptor)
+    extents = list(itertools.islice(data(descriptor, found.st_size), 1))
+    # Where no holes are known, what was never written still has no blocks.
+    knows_no_holes = extents == [(0, found.st_size)]
+    return not extents or (knows_no_holes and not found.st_blocks)
 
 
 def zero(descriptor: int, end: int, stop: threading.Event) -> None:
