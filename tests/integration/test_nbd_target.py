@@ -14,7 +14,7 @@ import pytest
 
 from messages import errors
 from tests.services import leftovers, nbd_clients, tgtd
-from worker import process
+from worker import durable, process
 from worker.connectors import base as connectors
 from worker.connectors import nbd as nbd_connector
 from worker.drivers import base as drivers
@@ -445,6 +445,38 @@ async def test_a_key_lets_its_client_in_and_its_end_keeps_it_out(tls_bench: Benc
     outcome = await nbd_clients.run("nbdinfo", psk_uri(keys, info))
     assert outcome.code != 0
     assert await nbd_clients.size(psk_uri(keys, other)) == MIB
+
+
+@pytest.mark.parametrize("end", ["terminate_connection", "remove_export", "restore"])
+async def test_what_is_ended_is_served_no_more_even_where_its_key_cannot_be_taken_back(
+    tls_bench: Bench, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    bench, target = tls_bench, tls_bench.target
+    keys = bench.folder / "client.psk"
+    volume, _, connection, info = await connect(bench)
+    other, path, kept, shown = await connect(bench)
+
+    async def ended() -> None:
+        match end:
+            case "terminate_connection":
+                await target.terminate_connection(volume, connection)
+            case "remove_export":
+                await target.remove_export(volume)
+            case _:
+                await target.restore([base.Export(other, path, [kept])])
+
+    def refuse(*_: object) -> None:
+        raise errors.TargetError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(durable, "write_private", refuse)
+        with pytest.raises(errors.TargetError, match="No space"):
+            await ended()
+    assert (await nbd_clients.run("nbdinfo", psk_uri(keys, info))).code != 0
+    assert await nbd_clients.size(psk_uri(keys, shown)) == MIB
+    assert info.data["tls"]["username"] in target._keys.usernames()
+    await ended()
+    assert target._keys.usernames() == {shown.data["tls"]["username"]}
 
 
 async def test_without_a_key_or_with_a_wrong_one_nobody_gets_in(tls_bench: Bench) -> None:

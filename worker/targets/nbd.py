@@ -11,13 +11,14 @@ the volumes of another. A key ends with its connection.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
 import pathlib
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import structlog
@@ -166,11 +167,11 @@ class NbdTarget(base.Target):
         """See :meth:`worker.targets.base.Target.remove_export`."""
         async with self._mutex:
             self._served.pop(volume.id, None)
-            await self._write_keys()
-            if not self._served:
-                await self._daemon.stop()
-            elif await self._reach():
-                await self._remove_node(nbd_inventory.node_name(volume.id))
+            async with self._keys_taken():
+                if not self._served:
+                    await self._daemon.stop()
+                elif await self._reach():
+                    await self._remove_node(nbd_inventory.node_name(volume.id))
 
     async def extend_volume(self, volume: drivers.Volume, path: pathlib.Path) -> None:
         """See :meth:`worker.targets.base.Target.extend_volume`."""
@@ -237,14 +238,15 @@ class NbdTarget(base.Target):
     async def _withdraw(self, volume_id: uuid.UUID, connection_id: uuid.UUID) -> None:
         if served := self._served.get(volume_id):
             served.connections.pop(connection_id, None)
-        await self._write_keys()
-        if not await self._reach():
-            return
-        # What the daemon says counts, not what is remembered: an earlier try may have failed.
-        await self._server.remove_exports(*(f"{mode}-{connection_id}" for mode in base.AccessMode))
-        node = nbd_inventory.node_name(volume_id)
-        if node not in (await self._server.exports()).values():
-            await self._server.remove_node(node)
+        async with self._keys_taken():
+            if not await self._reach():
+                return
+            # What the daemon says counts, not what is remembered: an earlier try may have failed.
+            ids = (f"{mode}-{connection_id}" for mode in base.AccessMode)
+            await self._server.remove_exports(*ids)
+            node = nbd_inventory.node_name(volume_id)
+            if node not in (await self._server.exports()).values():
+                await self._server.remove_node(node)
 
     def _info(self, volume: drivers.Volume, connection: base.Connection) -> base.Info:
         host, port = self._address
@@ -296,7 +298,18 @@ class NbdTarget(base.Target):
 
     async def _reconcile(self) -> dict[uuid.UUID, errors.VolumeWorkerError]:
         """Makes the daemon serve what has to be served, and nothing else."""
-        await self._write_keys()
+        async with self._keys_taken():
+            await self._remove_unwanted()
+        failures: dict[uuid.UUID, errors.VolumeWorkerError] = {}
+        for volume_id, served in self._served.items():
+            try:
+                for connection in list(served.connections.values()):
+                    await self._serve(volume_id, served.path, connection)
+            except errors.VolumeWorkerError as error:
+                failures[volume_id] = error
+        return failures
+
+    async def _remove_unwanted(self) -> None:
         wanted = {
             nbd_inventory.export_id(connection)
             for served in self._served.values()
@@ -310,14 +323,6 @@ class NbdTarget(base.Target):
         for node, path in (await self._server.nodes()).items():
             if node not in used or paths.get(node) != path:
                 await self._remove_node(node)
-        failures: dict[uuid.UUID, errors.VolumeWorkerError] = {}
-        for volume_id, served in self._served.items():
-            try:
-                for connection in list(served.connections.values()):
-                    await self._serve(volume_id, served.path, connection)
-            except errors.VolumeWorkerError as error:
-                failures[volume_id] = error
-        return failures
 
     async def _remove_node(self, node: str) -> None:
         exports = await self._server.exports()
@@ -336,6 +341,20 @@ class NbdTarget(base.Target):
             return "--nbd-server", listen
         credentials = daemon.json_argument(self._keys.server_object(_TLS))
         return "--object", credentials, "--nbd-server", f"{listen},tls-creds={_TLS}"
+
+    @contextlib.asynccontextmanager
+    async def _keys_taken(self) -> AsyncIterator[None]:
+        """Takes back the keys of who is served no more, and then lets their exports be removed.
+
+        The keys go first, so that who is put out cannot come back in. Where that fails, as on a
+        full disk, the exports are removed all the same, and the failure is raised afterwards.
+        """
+        try:
+            await self._write_keys()
+        except errors.TargetError:
+            yield
+            raise
+        yield
 
     async def _write_keys(self) -> None:
         if self._tls:
