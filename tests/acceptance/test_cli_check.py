@@ -1,6 +1,7 @@
 """``volume-worker check``: what is wrong is told, and who works is left in peace."""
 
 import pathlib
+import uuid
 from typing import Any
 
 import aio_pika
@@ -46,17 +47,28 @@ async def test_what_is_wrong_with_a_backend_is_told(
     start_worker: workers.Starter, tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / "file").touch()
+    mount_point = tmp_path / "mnt"
+    mount_point.mkdir()
     worker = start_worker.new(
         backends={
             "bad": {**workers.FAST, "directory": str(tmp_path / "file")},
+            "unmounted": {**workers.FAST, "directory": str(mount_point)},
             "good": workers.SIM,
             "away": {**workers.FAST, "target": "tgt", "iscsi_port": 1},
         }
     )
+    remembered = worker.state_dir / "backends" / "unmounted" / "storage-id"
+    remembered.parent.mkdir(parents=True)
+    remembered.write_text(f"{uuid.uuid4()}\n")
     code, found = await _check(worker.config, {"TGT_IPC_SOCKET": str(tmp_path / "none")})
     assert code == 1
     assert found[f"{worker.at('bad')} driver file"]["state"] == "fail"
     assert str(tmp_path / "file") in found[f"{worker.at('bad')} driver file"]["message"]
+    unmounted = found[f"{worker.at('unmounted')} driver file"]
+    assert unmounted["state"] == "fail"
+    assert "mount the storage" in unmounted["message"]
+    assert str(remembered) in unmounted["message"]
+    assert not list(mount_point.iterdir())
     assert found[f"{worker.at('away')} target tgt"]["state"] == "fail"
     assert found[f"{worker.at('good')} driver fake_iscsi"]["state"] == "ok"
     ended = await command.run("check", "--config", worker.config)

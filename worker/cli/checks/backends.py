@@ -5,6 +5,8 @@ locks, records and daemons of a worker that runs are in another one, and none of
 """
 
 import asyncio
+import contextlib
+import dataclasses
 import pathlib
 import tempfile
 from typing import Any, Final
@@ -14,6 +16,7 @@ from worker import plugins, process, settings
 from worker.cli.checks import finding, host
 from worker.connectors import bridge
 from worker.drivers import base as drivers
+from worker.drivers import directory
 from worker.storage_daemon import daemon, record
 from worker.targets import base as targets
 
@@ -44,14 +47,24 @@ async def _backend(
 ) -> list[finding.Finding]:
     address = topology.address(configured.host, backend.name)
     parts = (configured.host, backend.name, backend.options, execute, state_dir)
+    own_dir = configured.state_dir / "backends" / backend.name
+    await asyncio.to_thread(_remember, own_dir, state_dir)
+    driver = await _driver(f"{address} driver {backend.driver}", backend, drivers.Context(*parts))
     found = [
-        await _driver(f"{address} driver {backend.driver}", backend, drivers.Context(*parts)),
+        # What the operator has to do is meant for the worker's own folder.
+        dataclasses.replace(driver, message=driver.message.replace(str(state_dir), str(own_dir))),
         await _target(f"{address} target {backend.target}", backend, targets.Context(*parts)),
     ]
     if backend.target == "nbd" and found[-1].state is finding.State.OK:
-        kept = configured.state_dir / "backends" / backend.name / "nbd"
-        found.append(_nbd_port(f"{address} target_listen", backend.options, kept))
+        found.append(_nbd_port(f"{address} target_listen", backend.options, own_dir / "nbd"))
     return found
+
+
+def _remember(own_dir: pathlib.Path, state_dir: pathlib.Path) -> None:
+    """Lets the driver know which storage is the worker's, if it was ever set up."""
+    with contextlib.suppress(OSError):
+        content = (own_dir / directory.REMEMBERED).read_bytes()
+        (state_dir / directory.REMEMBERED).write_bytes(content)
 
 
 async def _driver(
