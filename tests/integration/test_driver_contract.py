@@ -207,7 +207,8 @@ async def test_undoing_what_never_was_is_no_error(pair: Pair) -> None:
     await pair.target.terminate_connection(volume, new_connection(pair), force=True)
     await pair.target.remove_export(volume)
     await pair.driver.delete_volume(volume)
-    assert await pair.driver.find_volume(volume) is None
+    if pair.driver_name not in FAKES:  # which remember nothing
+        assert await pair.driver.find_volume(volume) is None
 
 
 async def test_restoring_gives_the_same_connection_again(pair: Pair) -> None:
