@@ -248,7 +248,8 @@ async def test_a_claim_does_not_grow_slow_with_what_waits_for_one_volume(
             taken.append(time.perf_counter() - began)
         await bench.rows("DELETE FROM jobs WHERE id <> $1", holder.id)
         await bench.finish(holder)
-        return statistics.median(taken)
+        # What else the machine does only ever adds to it.
+        return min(taken)
 
     few, many = await claim_beside(30), await claim_beside(600)
     # Twenty times as many may take twenty times as long, and not their square.

@@ -377,6 +377,7 @@ def test_a_child_ends_when_its_parent_is_gone_or_stands_still(
         "source_changes": False,
         "bytes_per_second": MIB,
         "lease_seconds": 0.3 if how == "not fed" else None,
+        "resume_from": 0,
     }
     command = [sys.executable, "-P", "-m", "worker.transfer.copier"]
     with subprocess.Popen(
