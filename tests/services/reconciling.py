@@ -1,5 +1,6 @@
 """What tests of reconciliation share: the command, and what is done behind a worker's back."""
 
+import asyncio
 import contextlib
 import dataclasses
 import pathlib
@@ -109,4 +110,5 @@ async def is_gone(caller: amqp.Caller, volume: volumes.Volume, what: str) -> Non
     for _ in range(300):
         if await look():
             return
+        await asyncio.sleep(0.05)
     raise AssertionError(f"{what}: {record}")

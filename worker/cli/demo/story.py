@@ -11,6 +11,7 @@ from messages import client
 from worker.cli import output
 from worker.cli.demo import content, narrator, programs, stage, traces
 from worker.cli.demo.failure import ensure
+from worker.drivers import directory
 from worker.transfer import digest
 
 VOLUME_SIZE: Final = 512 * 1024**2
@@ -216,7 +217,8 @@ class Story:
         return {"volume_id": volume_id, "connector": connector}
 
     def _files(self, host: stage.Host) -> list[pathlib.Path]:
-        return list((self._stage.folder / f"{host.name}-volumes").iterdir())
+        there = (self._stage.folder / f"{host.name}-volumes").iterdir()
+        return [path for path in there if path.name != directory.MARKER]
 
     async def _get(self, volume_id: str) -> Mapping[str, Any]:
         return await self._call(
