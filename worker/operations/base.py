@@ -53,6 +53,8 @@ class Context:
     """How fast the job may go."""
     begun: Mapping[str, Any] | None = None
     """The row of the volume that it creates, where that was made when the job was accepted."""
+    is_storage_touched: bool = False
+    """Whether this attempt has asked the storage for anything that can be taken back."""
     on_cancel: jobs.VolumeChange | None = None
     """What becomes of the volume if the job is cancelled now, where nothing else is said."""
     on_failure: jobs.VolumeChange | None = None

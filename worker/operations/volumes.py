@@ -48,6 +48,7 @@ async def _create(context: base.Context) -> base.Outcome:
     new = _new(context.job.id, context.args)
     volume = await volumes.begin(context.store, context.job, new, begun=context.begun)
     context.say_volume(volume.event())
+    context.is_storage_touched = True
     try:
         update = await backend.driver.create_volume(base.reference(volume))
     except _NOTHING_MADE:
@@ -76,8 +77,10 @@ async def _take_back_create(context: base.Context) -> None:
     volume = await volumes.find(context.store, volume_id)
     if volume is None or volume.status_job != context.job.id:
         return
-    await context.backend.driver.delete_volume(base.reference(volume))
-    context.backend.changed.set()
+    if context.job.resumed or context.is_storage_touched:
+        # Else what may be there of that id is somebody else's.
+        await context.backend.driver.delete_volume(base.reference(volume))
+        context.backend.changed.set()
     context.on_failure = jobs.VolumeChange(volume.id, drop=True)
 
 
