@@ -127,7 +127,7 @@ CREATE TABLE jobs (
     cancel_requested boolean NOT NULL DEFAULT false,
     -- How fast it may go, {"bytes_per_second": …}, where somebody has said so after it was sent.
     throttle jsonb,
-    -- How far a copy has safely come, and between what: where its next attempt goes on.
+    -- How far a copy has safely come, and of which source: where its next attempt goes on.
     checkpoint jsonb,
     -- The processes that work for it: pid and start time, so that whoever takes it over can end them.
     children jsonb NOT NULL DEFAULT '[]',

@@ -81,10 +81,10 @@ async def _move(
     args: requests.CopyVolumeData = context.args
     # Before the connections are looked at: any that comes or goes later has raised it.
     seq = (await volumes.get(context.store, source.id)).seq
-    between = await _between(context, source)
+    source_is = await _as_it_is(context, source)
 
     async def keep(mark: int) -> None:
-        await context.keep_checkpoint({"done_bytes": mark, "between": between})
+        await context.keep_checkpoint({"done_bytes": mark, "source": source_is})
 
     def copy(*, source_changes: bool, resume_from: int = 0) -> Awaitable[copying.Copied]:
         return copying.copy(
@@ -105,7 +105,7 @@ async def _move(
 
     if await _is_written(context, source.id):
         return await copy(source_changes=True)
-    mark = _mark(context.job, between)
+    mark = _mark(context.job, source_is)
     try:
         return await copy(source_changes=False, resume_from=mark)
     except errors.DeviceUnavailable as error:
@@ -118,24 +118,21 @@ async def _move(
         return await copy(source_changes=has_changed)
 
 
-async def _between(context: base.Context, source: volumes.Volume) -> dict[str, Any]:
-    """What a checkpoint is good for: these volumes, and a source that nobody could write to since.
+async def _as_it_is(context: base.Context, source: volumes.Volume) -> dict[str, Any]:
+    """What a checkpoint is good for: a source that nobody could write to since.
 
-    The destination is this job's from its first attempt to its end.
+    The two volumes are those of the job, and the destination is the job's until its end.
     """
-    args: requests.CopyVolumeData = context.args
     return {
-        "source": str(source.id),
-        "destination": str(args.destination_volume_id),
         "size_bytes": source.size_bytes,
         "writers": await connections.count_writers(context.store, source.id),
     }
 
 
-def _mark(job: jobs.Job, between: Mapping[str, Any]) -> int:
+def _mark(job: jobs.Job, source_is: Mapping[str, Any]) -> int:
     """The byte from which on a copy is still to be done, by its checkpoint."""
     checkpoint = job.checkpoint
-    if checkpoint is None or checkpoint["between"] != between:
+    if checkpoint is None or checkpoint["source"] != source_is:
         return 0
     mark: int = checkpoint["done_bytes"]
     return mark

@@ -48,7 +48,7 @@ class Job:
     throttle: Mapping[str, Any] | None
     """``bytes_per_second`` (None for no limit), where somebody has said so after it was sent."""
     checkpoint: Mapping[str, Any] | None
-    """How far a copy has safely come, and between what."""
+    """How far a copy has safely come, and of which source."""
     children: Sequence[Mapping[str, Any]]
     refusal: Mapping[str, Any] | None
     result: Mapping[str, Any] | None
