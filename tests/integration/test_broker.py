@@ -90,7 +90,7 @@ async def test_what_is_declared_is_what_the_contract_says(
         arguments={"x-queue-type": "quorum", "x-delivery-limit": 2147483647},
     )
     for address in (FAST, SLOW):
-        await channel.declare_queue(
+        queue = await channel.declare_queue(
             f"{names.namespace}.{address}",
             durable=True,
             arguments={
@@ -101,6 +101,8 @@ async def test_what_is_declared_is_what_the_contract_says(
                 "x-delivery-limit": 100,
             },
         )
+        # The one that was there, and consumed from, before.
+        assert queue.declaration_result.consumer_count == 1
 
 
 @pytest.mark.parametrize("kind", ["queue", "exchange", "dead"])
@@ -240,6 +242,7 @@ async def test_a_queue_that_is_deleted_under_the_worker_is_made_again(
     async with asyncio.timeout(20):
         while not await taken():
             pass
+    assert running.bodies[0] == (FAST, b"x")
 
 
 @pytest.mark.parametrize("stopped", [False, True])

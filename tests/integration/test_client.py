@@ -524,7 +524,12 @@ async def test_closing_at_any_moment_of_connecting_ends(
         async with asyncio.timeout(10):
             async with client.Client(installation.broker_url):
                 await asyncio.sleep(step % 60 * 0.0005)
-    await eventually(lambda: {task for task in asyncio.all_tasks() if not task.done()} <= tasks)
+
+    def left() -> set[asyncio.Task[Any]]:
+        return {task for task in asyncio.all_tasks() if not task.done()} - tasks
+
+    await eventually(lambda: not left())
+    assert left() == set()
 
 
 async def test_closing_at_any_moment_of_connecting_leaves_no_queue(

@@ -363,7 +363,9 @@ async def test_another_storage_is_used_when_the_remembered_id_is_removed(
     (tmp_path / storage.REMEMBERED).unlink()
     driver = make()
     await driver.do_setup()
-    await driver.create_volume(volume())
+    made = volume()
+    await driver.create_volume(made)
+    assert await driver.find_volume(made) == made.size_bytes
 
 
 async def test_hosts_that_share_a_storage_know_it_by_one_marker(

@@ -122,7 +122,11 @@ def test_iser_options_are_checked_alike() -> None:
     ],
 )
 def test_an_initiators_name_may_have_any_form_of_the_rfc(initiator: str) -> None:
-    target_of(fake.FakeTarget).validate_connector({"initiator": initiator, "host": "h"})
+    target = target_of(fake.FakeTarget)
+    connector = {"initiator": initiator, "host": "h"}
+    before = dict(connector)
+    target.validate_connector(connector)
+    assert connector == before
 
 
 @pytest.mark.parametrize(

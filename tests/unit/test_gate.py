@@ -83,5 +83,7 @@ async def test_one_that_gives_up_waiting_to_be_alone_lets_the_others_in() -> Non
     await settle()
     waiting.cancel()
     async with asyncio.timeout(1), closed.together():
+        assert not staying.done()
         leave.set()
     await staying
+    assert waiting.cancelled()

@@ -156,7 +156,12 @@ def test_only_a_watchdog_that_means_this_process_is_fed(
 
 
 @pytest.mark.parametrize("variables", [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "vsock:2:1"}])
-async def test_without_a_socket_that_it_knows_nobody_is_told(variables: dict[str, str]) -> None:
+async def test_without_a_socket_that_it_knows_nobody_is_told(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     notifier = notify.Notifier.from_environment(variables)
+    opened: list[object] = []
+    monkeypatch.setattr(socket, "socket", lambda *args: opened.append(args))
     notifier.tell(WORKING)
     await asyncio.wait_for(notifier.run(lambda: WORKING), 5)
+    assert opened == []
