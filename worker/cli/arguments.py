@@ -1,6 +1,7 @@
 """The arguments of a request, from what was typed: ``KEY=VALUE`` pairs and a JSON object."""
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from decimal import Decimal
@@ -52,7 +53,7 @@ def parse_object(option: str, text: str) -> dict[str, Any]:
         BadParameter: it is none.
     """
     try:
-        data = json.loads(text, parse_constant=_refuse)
+        data = read_json(text)
     except ValueError as error:
         raise typer.BadParameter(f"{option} is not JSON: {error}") from None
     except RecursionError:
@@ -60,6 +61,21 @@ def parse_object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise typer.BadParameter(f'{option} must be a JSON object, such as {{"volume_id": "…"}}')
     return data
+
+
+def read_json(text: str | bytes) -> Any:
+    """JSON data, of which each number is one of JSON's.
+
+    Raises:
+        ValueError: it is no JSON, or has a number that would become infinite.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_refuse, parse_float=_number)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -82,7 +98,7 @@ def _put(into: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 def _value(key: str, text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return read_json(text)
     except (ValueError, RecursionError):
         pass
     return parse_size(key, text) if key.endswith(_OF_BYTES) else text

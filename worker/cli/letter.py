@@ -8,14 +8,14 @@ letter, what looks like a worker's header is the caller's and counts for nothing
 import base64
 import dataclasses
 import datetime
-import json
 import math
 from collections.abc import Mapping
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import aio_pika.abc
 
 from messages import letters, redaction, topology
+from worker.cli import arguments
 
 _MAX_REPLAYS: Final = 2**31 - 1
 _MAX_TEXT: Final = 64 * 1024
@@ -146,23 +146,11 @@ def _death(headers: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _body(body: bytes) -> tuple[Any, str | None]:
     try:
-        return redaction.mask_tree(
-            json.loads(body, parse_constant=_refuse, parse_float=_number)
-        ), None
+        return redaction.mask_tree(arguments.read_json(body)), None
     except (ValueError, RecursionError):
         text = body[:_MAX_TEXT].decode("utf-8", "backslashreplace")
         cut = "" if len(body) <= _MAX_TEXT else f"… ({len(body)} bytes in all)"
         return None, redaction.mask_text(text) + cut
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
-
-
-def _number(text: str) -> float:
-    # Too large a one would become an infinity, which is none either.
-    value = float(text)
-    return value if math.isfinite(value) else _refuse(text)
 
 
 def _text(value: object) -> str | None:
