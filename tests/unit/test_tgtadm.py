@@ -1,3 +1,4 @@
+import contextlib
 import pathlib
 
 import pytest
